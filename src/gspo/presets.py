@@ -1,0 +1,288 @@
+"""An algorithm is a value: one frozen row of independent choices, each named in the table below.
+
+In: a name and the keys a user sets. Out: an `Algorithm`. `config.py` calls `resolve`;
+`algorithms/` reads the row and nothing else. No torch.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gspo.errors import InputError
+
+
+class Algorithm(BaseModel):
+    """A policy-gradient algorithm: ratio x gate x aggregation x advantage, and what is added to them.
+
+    Pass one to `gspo.train(algorithm=...)` to run a row of your own:
+
+        Algorithm(name="gspo-sum", ratio="sequence", gate="clip", clip_low=2e-3, clip_high=2.5e-3,
+                  aggregation="sequence_sum", advantage="leave_one_out")
+
+    Raises pydantic's ValidationError (a ValueError) for a row that makes no sense.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str = "custom"
+    """Name of the row; a preset's name means the preset's definition."""
+    source: str = ""
+    """Paper and equation."""
+
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_product"]
+    """Importance ratio: per token; length-normalised per sequence (GSPO eq. 7); its value per sequence with
+    the gradient of each token (GSPO eq. 14); or the plain product over the sequence."""
+    gate: Literal["clip", "cispo", "sapo", "gmpo", "minirl", "vespo", "dppo", "none"]
+    """What stands between the ratio and the gradient."""
+    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant"]
+    """Weight of a token: 1/(S n), 1/N, 1/S or 1/(S L)."""
+    advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_mean_std", "group_mean_batch_std", "gae"]
+    """Baseline and scale of the reward."""
+
+    clip_low: float | None = Field(default=None, ge=0)
+    """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo)."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Upper edge of the gate, in the units of `clip_low`."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Gate clip: bound on the ratio where the advantage is negative (arXiv 1912.09729); off unless set."""
+    weight_cap: float | None = Field(default=None, gt=0)
+    """Gates minirl and dppo: cap on the importance weight; its gradient goes on, scaled by the cap."""
+    soft_positive: tuple[float, ...] | None = None
+    """Gate sapo: (temperature,) where the advantage is positive; gate vespo: (k, lambda)."""
+    soft_negative: tuple[float, ...] | None = None
+    """The same where the advantage is negative."""
+
+    length_constant: int | None = Field(default=None, gt=0)
+    """Aggregation constant: L of 1/(S L); by default `sampling.max_new_tokens`."""
+    advantage_ddof: Literal[0, 1] = 1
+    """Degrees of freedom taken off in the standard deviation."""
+    advantage_epsilon: float = Field(default=0.0, ge=0)
+    """Added to the standard deviation; groups without variance are exactly 0 with or without it."""
+    mask_truncated: bool = False
+    """Leave answers cut at the length limit out of the loss and its denominators (DAPO's overlong filter); they stay in the baseline."""
+
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the starting policy; 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3_corrected"
+    """k3_corrected (k3 times the token ratio) and k2 have the gradient of the reverse KL, k3 that of the forward KL, k1 none in expectation."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term stands: a term of the loss, or taken off each answer's reward before the baseline."""
+
+    anchor: Literal["old", "rollout"] = "old"
+    """Denominator of the ratio: the policy before the step as the trainer computes it, or as the engine sampled it."""
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_geometric_mask", "sequence_product_truncate", "sequence_product_mask"
+    ] = "none"
+    """Weight for the mismatch rho = old/rollout: rho up to a cap, or rho inside a band and 0 outside, per token or for
+    the product over the sequence; sequence_geometric_mask keeps (weight 1) or drops whole sequences by the geometric mean."""
+    correction_low: float | None = Field(default=None, ge=0)
+    """Lower edge of the correction's band."""
+    correction_high: float | None = Field(default=None, gt=0)
+    """Upper edge of the band, or the cap."""
+
+    updates_per_step: int = Field(default=4, ge=1)
+    """Optimizer updates that the rollouts of one step are split into, by whole groups."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_name(self)
+        _check_gate(self)
+        _check_kl(self)
+        _check_correction(self)
+        if self.length_constant is not None and self.aggregation != "constant":
+            raise ValueError(f"length_constant has no effect with aggregation={self.aggregation}")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_signal(self) -> bool:
+        """True if a group whose rewards all agree has no gradient, so that it need not be computed."""
+        return not self.needs_reference and not self.advantage.startswith("batch")
+
+
+# What each gate reads: (required, optional). A parameter outside both has no effect and is refused.
+_GATE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "clip": (("clip_low", "clip_high"), ("dual_clip",)),
+    "cispo": (("clip_low", "clip_high"), ()),
+    "sapo": (("soft_positive", "soft_negative"), ()),
+    "gmpo": (("clip_low", "clip_high"), ()),
+    "minirl": (("clip_low", "clip_high", "weight_cap"), ()),
+    "vespo": (("soft_positive", "soft_negative"), ()),
+    "dppo": (("clip_low", "clip_high"), ("weight_cap",)),
+    "none": ((), ()),
+}
+_ALL_GATE_KEYS = ("clip_low", "clip_high", "dual_clip", "weight_cap", "soft_positive", "soft_negative")
+_GATE_RATIOS = {"gmpo": "token", "minirl": "token", "dppo": "token", "vespo": "sequence_product"}
+_SOFT_NUMBERS = {"sapo": 1, "vespo": 2}
+
+
+def _check_gate(row: Algorithm) -> None:
+    required, optional = _GATE_KEYS[row.gate]
+    for key in required:
+        if getattr(row, key) is None:
+            raise ValueError(f"gate={row.gate} needs {key}")
+    for key in _ALL_GATE_KEYS:
+        if getattr(row, key) is not None and key not in (*required, *optional):
+            raise ValueError(f"{key} has no effect with gate={row.gate}, which reads {', '.join((*required, *optional)) or 'nothing'}")
+    ratio = _GATE_RATIOS.get(row.gate, row.ratio)
+    if row.ratio != ratio:
+        raise ValueError(f"gate={row.gate} is defined on ratio={ratio}, not on ratio={row.ratio}")
+    numbers = _SOFT_NUMBERS.get(row.gate)
+    if numbers and not len(row.soft_positive or ()) == len(row.soft_negative or ()) == numbers:
+        raise ValueError(f"gate={row.gate} needs {numbers} number(s) in each of soft_positive and soft_negative")
+
+
+def _check_kl(row: Algorithm) -> None:
+    if not row.kl_coefficient:
+        return
+    if row.kl_in == "loss" and row.kl_estimator == "k1":
+        raise ValueError(
+            "kl_estimator=k1 in the loss has zero expected gradient: it changes the loss but not the policy. "
+            "Use kl_in=reward, or kl_estimator=k3_corrected"
+        )
+    if row.kl_in == "reward" and row.kl_estimator == "k3_corrected":
+        raise ValueError("kl_estimator=k3_corrected corrects a gradient, and a reward has none: use kl_estimator=k1 with kl_in=reward")
+
+
+def _check_correction(row: Algorithm) -> None:
+    edges = (row.correction_low, row.correction_high)
+    if row.correction == "none":
+        if edges != (None, None):
+            raise ValueError("correction_low and correction_high have no effect with correction=none")
+        return
+    if row.anchor == "rollout":
+        raise ValueError(f"correction={row.correction} weighs old/rollout, and with anchor=rollout the ratio holds that factor already: set anchor=old")
+    if row.correction_high is None:
+        raise ValueError(f"correction={row.correction} needs correction_high")
+    if row.correction.endswith("_mask") and row.correction_low is None:
+        raise ValueError(f"correction={row.correction} needs correction_low")
+    if row.correction.endswith("_truncate") and row.correction_low is not None:
+        raise ValueError(f"correction_low has no effect with correction={row.correction}, which only caps")
+
+
+# ------------------------------------------------------------------------------ the table
+
+_PPO_CLIP: dict[str, Any] = dict(ratio="token", gate="clip", clip_low=0.2, clip_high=0.2)
+
+_ROWS: dict[str, dict[str, Any]] = {
+    "gspo": dict(
+        source="GSPO, arXiv 2507.18071 eq. 5-7; bands of section 5.1",
+        ratio="sequence", gate="clip", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean", advantage="group_mean_std",
+    ),
+    "gspo_token": dict(
+        source="GSPO-token, arXiv 2507.18071 eq. 13-17",
+        ratio="sequence_token", gate="clip", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean", advantage="group_mean_std",
+    ),
+    "grpo": dict(
+        source="GRPO, arXiv 2402.03300 eq. 3, without its KL; bands of the GSPO paper's baseline (2507.18071 section 5.1)",
+        ratio="token", gate="clip", clip_low=0.2, clip_high=0.27, aggregation="sequence_mean", advantage="group_mean_std",
+    ),
+    "ppo": dict(source="PPO, arXiv 1707.06347 eq. 7", **_PPO_CLIP, aggregation="token_mean", advantage="gae"),
+    "dr_grpo": dict(source="Dr. GRPO, arXiv 2503.20783 section 3.2", **_PPO_CLIP, aggregation="constant", advantage="group_mean"),
+    "dapo": dict(
+        source="DAPO, arXiv 2503.14476 eq. 8",
+        ratio="token", gate="clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean", advantage="group_mean_std", mask_truncated=True,
+    ),
+    "rloo": dict(
+        source="RLOO, arXiv 2402.14740 eq. 8; on-policy, where its gradient is that of REINFORCE on the whole answer",
+        ratio="token", gate="none", aggregation="sequence_sum", advantage="leave_one_out", updates_per_step=1,
+    ),
+    "cispo": dict(
+        source="CISPO, arXiv 2506.13585 eq. 4-5; cap 1 + 4 from ScaleRL, arXiv 2510.13786",
+        ratio="token", gate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean", advantage="group_mean_std",
+    ),
+    "gmpo": dict(
+        source="GMPO, arXiv 2507.20673 eq. 4",
+        ratio="token", gate="gmpo", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean", advantage="group_mean_std",
+    ),
+    "sapo": dict(
+        source="SAPO, arXiv 2511.20347 eq. 5-6",
+        ratio="token", gate="sapo", soft_positive=(1.0,), soft_negative=(1.05,), aggregation="sequence_mean", advantage="group_mean_std",
+    ),
+    "luspo": dict(
+        source="LUSPO, arXiv 2602.05261",
+        ratio="sequence", gate="clip", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", advantage="group_mean_std",
+    ),
+    "minirl": dict(
+        source="MiniRL, arXiv 2512.01374 eq. 7",
+        ratio="token", gate="minirl", clip_low=0.2, clip_high=0.27, weight_cap=5.0, aggregation="sequence_sum", advantage="group_mean",
+    ),
+    "vespo": dict(
+        source="VESPO, arXiv 2602.10693",
+        ratio="sequence_product", gate="vespo", soft_positive=(2.0, 3.0), soft_negative=(3.0, 2.0), aggregation="token_mean", advantage="group_mean_std",
+    ),
+    "dppo": dict(
+        source="DPPO, arXiv 2602.04879, total variation on the sampled token",
+        ratio="token", gate="dppo", clip_low=0.2, clip_high=0.2, weight_cap=20.0, aggregation="token_mean", advantage="group_mean_std", anchor="rollout",
+    ),
+}  # fmt: skip
+
+_DEFINING = ("ratio", "gate", "aggregation", "advantage")
+_WHY = {
+    "ratio": "the level of the importance ratio decides what is clipped and how noisy it is",
+    "gate": "the gate decides which answers keep their gradient",
+    "aggregation": "the aggregation decides how much a long answer counts beside a short one",
+    "advantage": "the advantage decides what an answer is compared with",
+}
+
+
+def _check_name(row: Algorithm) -> None:
+    """One word is the paper: a preset's name cannot carry another definition."""
+    definition = _ROWS.get(row.name)
+    for key in _DEFINING if definition else ():
+        value = getattr(row, key)
+        if value != definition[key]:
+            same = next((n for n, d in _ROWS.items() if all(getattr(row, k) == d[k] for k in _DEFINING)), None)
+            instead = f"algorithm={same} is exactly that" if same else "give the row a name of its own, with all of " + ", ".join(_DEFINING)
+            raise ValueError(f"{row.name} is defined by {key}={definition[key]} ({definition['source']}), and {_WHY[key]}. For {key}={value}: {instead}")
+
+
+PRESETS: dict[str, Algorithm] = {name: Algorithm(name=name, **row) for name, row in _ROWS.items()}
+
+
+def resolve(name: str, adjustments: dict[str, Any]) -> Algorithm:
+    """The row called `name` with the user's keys laid over it; or a new row, if the defining keys are all given.
+
+    Raises:
+        InputError: unknown name. pydantic.ValidationError: a key that does not exist, has the
+            wrong type, has no effect in this row, or contradicts its definition.
+    """
+    if name in _ROWS:
+        return Algorithm(name=name, **{**_ROWS[name], **adjustments})
+    if all(key in adjustments for key in _DEFINING):
+        return Algorithm(name=name, **adjustments)
+    near = get_close_matches(name, _ROWS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise InputError(
+        f"algorithm={name}: no such algorithm; {hint}There are {', '.join(_ROWS)}. A row of your own needs {', '.join(_DEFINING)}."
+    )
+
+
+def advice(row: Algorithm) -> list[str]:
+    """What is legal but unwise in this row, each in a sentence to be said once at the start of a run."""
+    said = []
+    sequence = row.ratio in ("sequence", "sequence_token")
+    if row.updates_per_step == 1 and row.gate != "none" and row.anchor == "old":
+        said.append(
+            "updates_per_step=1: each answer is used once, by the weights that wrote it, so every importance ratio is exactly 1, "
+            "clipping is inactive, and GSPO equals GRPO."
+        )
+    if sequence and row.gate == "clip" and max(row.clip_low or 0, row.clip_high or 0) >= 0.1:
+        said.append(
+            f"clip {row.clip_low:g}/{row.clip_high:g} on a sequence ratio practically never binds: the ratio is a geometric mean over the answer, "
+            "and the paper's band is 0.0003/0.0004. Expect a clip share near 0 and no trust region."
+        )
+    if sequence and row.gate == "clip" and row.anchor == "rollout":
+        said.append(
+            "anchor=rollout: the mismatch between engine and trainer enters the ratio; if parity/signed exceeds a third of the clip band, "
+            "answers with a negative advantage are clipped before any update. anchor=old avoids it."
+        )
+    if row.kl_coefficient and row.kl_in == "loss" and row.kl_estimator == "k3":
+        said.append("kl_estimator=k3 in the loss has the gradient of the forward KL; k3_corrected has that of the reverse KL.")
+    return said

@@ -1,0 +1,132 @@
+"""The nouns: a prompt is answered by a group of rollouts, each judged by a reward.
+
+Numpy only, so that data, rewards and tests need no torch. Every class is frozen and checks its
+invariants once, when it is made; nothing downstream checks them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+Version = int
+"""Number of times that the engine has been given new weights; the start is 0."""
+
+
+class Stop(StrEnum):
+    """Why a rollout ended."""
+
+    EOS = "eos"  # the policy wrote one of the stop ids
+    LENGTH = "length"  # it was cut at `sampling.max_new_tokens`
+    ENVIRONMENT = "environment"  # the task said that the conversation is over
+    ERROR = "error"  # the task or a tool failed; the rollout is data, not a crash
+
+
+class Status(StrEnum):
+    """What became of one reward function on one answer."""
+
+    OK = "ok"
+    NO_VERDICT = "no_verdict"  # it returned None: not zero, but "I cannot tell"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data, rendered and tokenised once."""
+
+    row: int
+    """Index of the row in its source: the identity of the prompt. Equal texts stay different prompts."""
+    text: str
+    """What the model is shown, chat template applied."""
+    token_ids: np.ndarray
+    """[prompt tokens] int64, never re-tokenised."""
+    columns: Mapping[str, Any]
+    """All columns of the row, as reward functions get them."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) == 0:
+            raise ValueError(f"row {self.row}: the rendered prompt has no tokens")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens that follows the prompt, or another segment of the same rollout."""
+
+    token_ids: np.ndarray
+    """[tokens] int64, exactly as sampled or inserted."""
+    policy_mask: np.ndarray
+    """[tokens] bool: true where the policy sampled the token, false for tools and templates."""
+    logprobs: np.ndarray
+    """[tokens] float32: log-probability under the distribution that was really sampled, after
+    temperature and truncation; 0 where `policy_mask` is false."""
+    parent: int | None = None
+    """Index of the segment that this one continues; None: the prompt."""
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.policy_mask) == len(self.logprobs):
+            raise ValueError(
+                f"segment fields differ in length: {len(self.token_ids)} ids, "
+                f"{len(self.policy_mask)} mask, {len(self.logprobs)} log-probabilities"
+            )
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The judgement of one rollout."""
+
+    value: float | None
+    """The number that is optimised; None if any function gave no verdict."""
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Value per reward function."""
+    status: Mapping[str, Status] = field(default_factory=dict)
+    """Status per reward function."""
+    error: str | None = None
+    """Traceback of the function that crashed, if one did."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer: a *sequence* of the maths."""
+
+    index: int
+    """Place in its group, 0-based; part of the key of its random numbers."""
+    segments: tuple[Segment, ...]
+    text: str
+    """The policy's tokens decoded, special tokens left out: what rewards read."""
+    stop: Stop
+    versions: tuple[Version, Version]
+    """First and last weights that wrote a token of it."""
+    reward: Reward | None = None
+
+    @property
+    def judged(self) -> bool:
+        return self.reward is not None and self.reward.value is not None
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that the policy sampled, the stop token included."""
+        return int(sum(segment.policy_mask.sum() for segment in self.segments))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one draw of one prompt: the unit of baselines and of compute."""
+
+    prompt: Prompt
+    ordinal: int
+    """Number of this draw since the start of the run; part of the key of its random numbers."""
+    rollouts: tuple[Rollout, ...]
+
+    def with_rewards(self, rewards: list[Reward]) -> Group:
+        """The same group, judged; `rewards` in the order of `rollouts`."""
+        judged = tuple(replace(r, reward=w) for r, w in zip(self.rollouts, rewards, strict=True))
+        return replace(self, rollouts=judged)
+
+    @property
+    def judged(self) -> tuple[Rollout, ...]:
+        return tuple(r for r in self.rollouts if r.judged)
