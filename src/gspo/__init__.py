@@ -1,0 +1,69 @@
+"""gspo: reinforcement-learning post-training of language models.
+
+    import gspo
+    gspo.train(model="smollm2-135m-q4", data="prompts.jsonl", reward=my_function, steps=50)
+
+Importing this module loads no torch; the first call does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo import machine
+from gspo.errors import InputError, RunError
+from gspo.presets import PRESETS, Algorithm
+
+if TYPE_CHECKING:
+    from gspo.loop import Result
+
+try:
+    __version__ = version("gspo")
+except PackageNotFoundError:  # a source tree that was not installed
+    __version__ = "0+unknown"
+
+__all__ = ["PRESETS", "Algorithm", "InputError", "RunError", "train"]
+
+
+def train(
+    recipe: str | Path | None = None,
+    *,
+    resume: str | Path | None = None,
+    data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    eval_data: Sequence[Mapping[str, Any]] | None = None,
+    **keys: Any,
+) -> Result:
+    """Train a policy; the keys are those of the command line.
+
+    Args:
+        recipe: file or built-in recipe that the keys are laid over; None: the defaults.
+        resume: folder of a run to continue; then only `steps` (and a Python `reward`) may be given.
+        data: a file, hub data set, task or section, as on the command line; or the rows themselves.
+        eval_data: held-out rows, when `data` are rows.
+        keys: any key of the configuration: `model="..."`, `reward=function`, `algorithm=gspo.Algorithm(...)`,
+            `sampling={"max_new_tokens": 64}`.
+
+    Raises:
+        InputError: something given cannot be used; nothing was written.
+        RunError: the run could not go on.
+    """
+    machine.prepare()
+    rows = None if data is None or isinstance(data, str | Mapping) else list(data)
+    given = {**keys, **({"data": data} if data is not None and rows is None else {})}
+
+    from gspo import config
+    from gspo.job import build, resumed_run
+    from gspo.loop import train as loop
+
+    if resume is None:
+        run = config.load(recipe, keys=given)
+        return loop(build(run, rows=rows, eval_rows=eval_data))
+    folder = Path(resume)
+    reward = given.pop("reward", None)
+    run = resumed_run(folder, [f"{k}={v}" for k, v in given.items()])
+    if reward is not None:
+        run = config.check({**config.dump(run), "reward": reward}, where=str(folder))
+    return loop(build(run, rows=rows, eval_rows=eval_data, resume=folder))

@@ -235,7 +235,9 @@ _WHY = {
 def _check_name(row: Algorithm) -> None:
     """One word is the paper: a preset's name cannot carry another definition."""
     definition = _ROWS.get(row.name)
-    for key in _DEFINING if definition else ():
+    if definition is None:
+        return
+    for key in _DEFINING:
         value = getattr(row, key)
         if value != definition[key]:
             same = next((n for n, d in _ROWS.items() if all(getattr(row, k) == d[k] for k in _DEFINING)), None)

@@ -1,0 +1,141 @@
+"""The command line: `gspo train`, `gspo eval`. Words in, exit codes out; torch is loaded by the commands alone.
+
+Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gspo import __version__, config, machine
+from gspo.errors import InputError, RunError
+
+
+def _keys_help() -> str:
+    """All keys by section, from the doc lines of the configuration."""
+    lines, section = [], None
+    for name, doc in config.fields():
+        if (head := name.rpartition(".")[0]) != section:
+            section = head
+            lines.append(f"\n\n**{section or 'run'}**\n")
+        lines.append(f"\n- {name}: {doc}")
+    return "".join(lines)
+
+
+_SETTINGS = f"""
+Settings are written key=value and laid over the recipe: `steps=20 algorithm=grpo optimizer.learning_rate=1e-5`.
+A bare value replaces a section: `algorithm=grpo`, `model=Qwen/Qwen3-0.6B`, `data=my.jsonl`, `reward=my.py:judge`.
+Built-in recipes: {", ".join(config.recipes())}.
+"""
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training of language models: GSPO, GRPO and relatives.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
+
+
+@app.command(
+    epilog=_keys_help(),
+    help=f"""Train a policy with reinforcement learning.
+
+    gspo train demo
+
+    gspo train demo model=./my-model data=prompts.jsonl reward=judge.py:score dir=runs/mine
+
+    gspo train --resume runs/mine
+    {_SETTINGS}""",
+)
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="YAML file or built-in recipe.", show_default=False)] = None,
+    words: Words = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
+) -> None:
+    words = list(words or [])
+    if resume is not None and recipe is not None:
+        words = [recipe, *words]
+    elif resume is None and (recipe is None or "=" in recipe):
+        raise InputError(f"gspo train RECIPE [key=value ...]: a recipe is missing. Built-in: {', '.join(config.recipes())}")
+    machine.prepare()
+    run = None if resume is not None else config.load(recipe, words)
+
+    from gspo.job import build, resumed_run
+    from gspo.loop import train as loop
+
+    if resume is not None:
+        run = resumed_run(resume, words)
+    assert run is not None
+    result = loop(build(run, resume=resume))
+    typer.echo(f"run folder: {result.folder}")
+    if result.start_reward is not None and result.last_reward is not None:
+        typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
+    raise typer.Exit(result.exit_code)
+
+
+@app.command(
+    name="eval",
+    epilog=_keys_help(),
+    help=f"""Evaluate a model on the held-out prompts of a recipe, sampled as in training.
+
+    gspo eval runs/demo/best demo
+
+    gspo eval Qwen/Qwen3-0.6B demo eval.samples=8
+    {_SETTINGS}""",
+)
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder, GGUF file, hub id or built-in name; a checkpoint of a run.")],
+    recipe: Annotated[str, typer.Argument(help="YAML file or built-in recipe.")],
+    words: Words = None,
+) -> None:
+    machine.prepare()
+    run = config.load(recipe, [*(words or []), f"model.name={model}"])
+
+    from gspo.job import evaluate_model
+
+    for line in evaluate_model(run):
+        typer.echo(line)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"gspo {__version__}")
+        raise typer.Exit
+
+
+def guarded(command: Callable[[], None]) -> int:
+    """Run a command; turn its two foreseen failures into one message and an exit code."""
+    try:
+        command()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    sys.exit(guarded(app))
+
+
+if __name__ == "__main__":
+    main()

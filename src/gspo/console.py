@@ -1,0 +1,86 @@
+"""What a run says on the terminal: the plan before it starts, then one line a step.
+
+Plain lines on any terminal or log file; `job` holds one `Console` and gives it the journal's numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from gspo.config import Run
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
+
+
+def plan(run: Run) -> str:
+    """The batch arithmetic of a run in one sentence."""
+    prompts, answers, updates = run.prompts_per_step, run.group_size, run.algorithm.updates_per_step
+    base, more = divmod(prompts, updates)
+    sizes = " and ".join(str(n * answers) for n in dict.fromkeys([base + 1 if more else base, base]))
+    return (
+        f"{prompts} prompts x {answers} answers = {prompts * answers} rollouts a step; "
+        f"{updates} update{'s' * (updates > 1)} of {sizes} answers, by whole groups; micro-batches of up to "
+        f"{run.max_tokens_per_microbatch} tokens; {run.steps} steps, {run.steps * updates} updates in all"
+    )
+
+
+class Console:
+    """Lines to a terminal or a file."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        self._steps = steps
+        self._stream = stream or sys.stdout
+        self._rewards: list[float] = []
+        self._seconds: list[float] = []
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def step(self, m: dict[str, Any]) -> None:
+        """The step's line; the verdict beneath it when it warns."""
+        if m["reward/mean"] is not None:
+            self._rewards.append(m["reward/mean"])
+        self._seconds.append(m["time/step"])
+        clipped = "clip/rows" if m["ratio"].startswith("sequence") else "clip/tokens"
+        unit = "answers" if clipped == "clip/rows" else "tokens"
+        parts = [
+            f"step {m['step']:>{len(str(self._steps))}}/{self._steps}",
+            f"reward {_number(m['reward/mean'], '.3f')} {sparkline(self._rewards[-_WIDTH:]):<{min(self._steps, _WIDTH)}}",
+            f"signal {m['groups/signal']}/{m['groups/total']}",
+            f"clipped {m[clipped]:.1%} of {unit}",
+            f"cut {m['truncated/share']:.0%}",
+            f"grad {_number(m['grad_norm'], '.2g')}",
+            f"moved {m['weights/relative']:.1e}",
+            f"{m['time/tokens_per_second']:.0f} tok/s",
+            f"left {_duration(self._left(m['step']))}",
+        ]
+        if "eval/reward" in m:
+            parts.insert(2, f"held-out {_number(m['eval/reward'], '.3f')} ({_number(m['eval/reward_low'], '.2f')}-{_number(m['eval/reward_high'], '.2f')})")
+        self.say("  ".join(parts))
+        if m["verdict/warning"] or not m["groups/signal"]:
+            self.say(f"    {m['verdict']}")
+
+    def _left(self, step: int) -> float:
+        recent = self._seconds[-10:]
+        return sum(recent) / len(recent) * (self._steps - step)
+
+
+def sparkline(values: list[float]) -> str:
+    """Values as bars between their lowest and highest."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((v - low) * scale)] for v in values)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{s:02}s"

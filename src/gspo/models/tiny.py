@@ -1,0 +1,77 @@
+"""Two small models, made in memory from a fixed seed, with a tokenizer that has one token a character.
+
+In: nothing. Out: a Hugging Face model and tokenizer that can be saved and loaded like any other. They know
+nothing, and are there to try things in a second: recipes, user code, tests. Called by `builtin`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.:;,!<>()'\n"
+_CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_SEED = 20250724
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Capitals are read as small letters; any other character is `<unk>`."""
+    vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    pad, bos, eos, unknown = _SPECIAL
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _CHAT
+    return tokenizer
+
+
+def _shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _build(config: PreTrainedConfig) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+
+
+def tiny_dense() -> tuple[Any, Any]:
+    """A Llama with 2 layers of width 64."""
+    tokenizer = tiny_tokenizer()
+    return _build(LlamaConfig(**_shape(tokenizer))), tokenizer
+
+
+def tiny_moe() -> tuple[Any, Any]:
+    """A Qwen3-MoE with 2 layers of width 64, 4 experts, 2 of them for each token."""
+    tokenizer = tiny_tokenizer()
+    experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    return _build(Qwen3MoeConfig(**_shape(tokenizer), **experts)), tokenizer

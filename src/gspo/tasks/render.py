@@ -1,0 +1,107 @@
+"""What the model is shown: rows through the chat template, tokenised once.
+
+In: `Rows`, a tokenizer (no weights) and `config.Data`. Out: `types.Prompt`s that keep text, ids and columns.
+The job calls it before the model is loaded, so that a prompt that is too long costs no waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo.config import Data
+from gspo.errors import InputError
+from gspo.tasks.data import Rows
+from gspo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Prompts ready for the engine."""
+
+    prompts: tuple[Prompt, ...]
+    """In the order of the rows, without those dropped; `prompt.row` is the row's number in its source."""
+    notes: tuple[str, ...] = ()
+    """What the user should be told once: rows that were dropped."""
+
+
+def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Rendered:
+    """Each row's prompt as text and ids, special tokens once: by the template, or by the tokenizer where there is none.
+
+    Raises:
+        InputError: `data.template=chat`, `data.system` or messages without a chat template; a message list that
+            the template refuses; prompts longer than `data.max_prompt_tokens` under `data.too_long=refuse`, or
+            under `drop` when none is left; a prompt without tokens.
+    """
+    chat = _uses_template(rows, tokenizer, data)
+    if chat:
+        texts = [_templated(rows, i, tokenizer, data) for i in range(len(rows))]
+    else:
+        texts = [row[data.prompt] for row in rows.rows]
+    ids = tokenizer(texts, add_special_tokens=not chat, truncation=False, padding=False, verbose=False)["input_ids"]
+    lengths = [len(row_ids) for row_ids in ids]
+    if bare := [i for i, length in enumerate(lengths) if length == 0]:
+        raise InputError(f"{rows.name}: {rows.places(bare)}: the tokenizer makes no tokens of this prompt")
+    notes = _too_long(rows, lengths, data)
+    prompts = (
+        Prompt(row=i, text=texts[i], token_ids=np.asarray(ids[i], dtype=np.int64), columns=rows.rows[i])
+        for i in range(len(rows))
+        if lengths[i] <= data.max_prompt_tokens
+    )
+    return Rendered(tuple(prompts), notes)
+
+
+def _uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> bool:
+    has = bool(tokenizer.chat_template)
+    if data.template == "chat" and not has:
+        raise InputError(
+            "data.template=chat: this model's tokenizer has no chat template. Use data.template=none, or an instruct model"
+        )
+    if has and data.template != "none":
+        return True
+    why = "data.template=none" if data.template == "none" else "this model's tokenizer has no chat template"
+    if data.system is not None:
+        raise InputError(f"data.system has no effect: {why}. Put it into the prompts, or leave it out")
+    if messages := [i for i, row in enumerate(rows.rows) if not isinstance(row[data.prompt], str)]:
+        raise InputError(f"{rows.name}: {rows.places(messages)}: chat messages need a chat template, and {why}")
+    return False
+
+
+def _templated(rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data) -> str:
+    from jinja2.exceptions import TemplateError
+
+    prompt = rows.rows[index][data.prompt]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    where = f"{rows.name}: {rows.place(index)}"
+    if data.system is not None:
+        if messages[0]["role"] == "system":
+            raise InputError(f"{where}: has a system message already, and data.system would be a second; leave one out")
+        messages = [{"role": "system", "content": data.system}, *messages]
+    # Parquet gives every message the keys of all messages; templates ask whether a key is there, not whether it is null.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(f"{where}: the chat template refuses its messages ({roles}): {error}") from error
+
+
+def _too_long(rows: Rows, lengths: list[int], data: Data) -> tuple[str, ...]:
+    """Refuse, or say which rows are dropped."""
+    limit = data.max_prompt_tokens
+    long = [i for i, length in enumerate(lengths) if length > limit]
+    if not long:
+        return ()
+    shown = ", ".join(f"{rows.place(i)} has {lengths[i]}" for i in long[:10])
+    more = f" and {len(long) - 10} more" if len(long) > 10 else ""
+    said = f"{rows.name}: {len(long)} of {len(lengths)} prompts are longer than data.max_prompt_tokens={limit}: {shown}{more}"
+    if data.too_long == "refuse":
+        raise InputError(f"{said}. Set data.max_prompt_tokens={max(lengths)}, or data.too_long=drop to leave them out")
+    if len(long) == len(lengths):
+        raise InputError(f"{said}. None is left: set data.max_prompt_tokens={max(lengths)}")
+    return (f"{said}; dropped",)

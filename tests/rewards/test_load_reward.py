@@ -1,0 +1,226 @@
+"""Reward functions from real files and from Python: what they are given, and what is refused before a model exists."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from gspo.config import Data, RewardRule
+from gspo.errors import InputError
+from gspo.rewards.load import load_reward
+from gspo.tasks.data import read_rows
+
+ROWS = [
+    {"prompt": "3 + 4", "answer": "7", "gold": 7, "hint": None},
+    {"prompt": "1 + 1", "answer": "2", "gold": 2, "hint": "two"},
+]
+
+
+def rows(*given):
+    return read_rows(Data(), rows=given or ROWS)
+
+
+def load(function, found=None, **keys):
+    return load_reward(RewardRule(function=function, **keys), found or rows())
+
+
+def refusal(function, found=None, **keys):
+    with pytest.raises(InputError) as caught:
+        load(function, found, **keys)
+    return str(caught.value)
+
+
+def call(reward, completion, row=0, prompt=""):
+    return reward.call(completion, ROWS[row], prompt)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Writes a reward file into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="judge.py"):
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+# ------------------------------------------------------------------------------ built-in rules
+
+
+def test_built_in_rules_read_their_column():
+    assert load("number").name == "number"
+    assert [call(load("number"), "it is 7", row) for row in (0, 1)] == [1.0, 0.0]
+    assert call(load("number", answer="gold"), "7") == 1.0
+    assert call(load("boxed"), r"\boxed{7}") == 1.0
+    assert call(load("exact"), "7 ") == 1.0
+    assert call(load("regex", pattern="^7"), "70") == 1.0
+    assert call(load("format"), "x</think>7", prompt="Q<think>\n") == 1.0
+    assert call(load("format", pattern="."), "77") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "keys", "parts"),
+    [
+        ("numbr", {}, ["did you mean 'number'", "exact, number, boxed, regex, format", "file.py:name"]),
+        ("number", {"answer": "anwser"}, ["'anwser' (did you mean 'answer'?)", "prompt, answer, gold, hint"]),
+        ("exact", {"answer": "hint"}, ["'hint'", "null in row 0"]),
+        ("number", {"answer": "prompt"}, ["row 0, row 1", "'3 + 4'"]),
+        ("regex", {}, ["reward.pattern"]),
+        ("regex", {"pattern": "("}, ["reward.pattern='('"]),
+        ("number", {"pattern": "7"}, ["does not read reward.pattern"]),
+        ("format", {"answer": "gold"}, ["does not read reward.answer"]),
+    ],
+)
+def test_built_in_rules_are_refused(function, keys, parts):
+    message = refusal(function, **keys)
+    assert [part for part in parts if part.lower() not in message.lower()] == []
+
+
+def test_at_most_ten_rows_are_named():
+    many = rows(*({"prompt": "x", "answer": "seven"} for _ in range(14)))
+    assert "row 9 and 4 more" in refusal("number", many)
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def test_function_from_a_file_with_its_neighbour(source):
+    source("SCALE = 2.0\n", "scale_for_tests.py")
+    source(
+        "from scale_for_tests import SCALE\ndef judge(completion, gold):\n    return SCALE * (completion == str(gold))\n"
+    )
+    reward = load("judge.py:judge")
+    assert (reward.name, call(reward, "7"), call(reward, "8")) == ("judge", 2.0, 0.0)
+
+
+def test_changed_file_gives_the_changed_function(source):
+    results = []
+    for value in (1, 2):  # same size, same second: a bytecode cache would give the first again
+        source(f"def judge(completion):\n    return {value}\n")
+        results.append(call(load("judge.py:judge"), ""))
+    assert results == [1.0, 2.0]
+
+
+def test_dataclasses_in_the_file_find_their_module(source):
+    source(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Judge:\n    scale: float = 1.0\ndef judge(c):\n    return Judge().scale\n"
+    )
+    assert call(load("judge.py:judge"), "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "parts"),
+    [
+        ("", "jugde.py:f", ["no such file", "did you mean 'judge.py'"]),
+        ("def score(c): return 1\n", "judge.py:scroe", ["did you mean 'score'"]),
+        ("def score(c): return 1\n", "judge.py:other", ["it has score"]),
+        ("def score(c): return 1\n", "judge.py", ["judge.py:NAME", "score"]),
+        ("score = 3\n", "judge.py:score", ["int, not a function"]),
+        ("import no_such_module\n", "judge.py:f", ["importing", "line 1", "no_such_module"]),
+        ("def f(:\n", "judge.py:f", ["importing", "SyntaxError"]),
+        ("raise SystemExit(3)\n", "judge.py:f", ["importing", "SystemExit"]),
+        ("def f(c):\n    return 1 / len(c)\n", "judge.py:f", ["row 0", "empty completion", "line 2", "ZeroDivisionError"]),
+        ("def f(c):\n    exit(1)\n", "judge.py:f", ["SystemExit"]),
+    ],
+)  # fmt: skip
+def test_files_are_refused(source, text, function, parts):
+    source(text)
+    message = refusal(function)
+    assert [part for part in parts if part.lower() not in message.lower()] == []
+
+
+# ------------------------------------------------------------------------------ what a function is given
+
+
+def test_only_named_columns_are_passed_and_kwargs_takes_all():
+    seen = []
+
+    def named(completion, answer, *, gold):
+        seen.append((completion, answer, gold))
+        return 1
+
+    def everything(text, answer, **columns):
+        seen.append((text, answer, columns))
+        return 1
+
+    call(load(named), "x")
+    call(load(everything), "y")
+    assert seen[1] == ("x", "7", 7)
+    assert seen[3] == ("y", "7", {"prompt": "3 + 4", "gold": 7, "hint": None})
+
+
+def test_optional_parameters_keep_their_default_where_the_column_is_null_or_lacking():
+    def judge(completion, hint="none", unknown=5):
+        return {"none": 0, "two": 2}[hint] + unknown
+
+    assert [call(load(judge), "", row) for row in (0, 1)] == [5.0, 7.0]
+
+
+def test_rendered_prompt():
+    assert call(load(lambda completion, rendered_prompt: len(rendered_prompt)), "", prompt="four") == 4.0
+    assert "rendered_prompt" in refusal(lambda c, rendered_prompt: 1, rows({"prompt": "x", "rendered_prompt": "y"}))
+
+
+def test_callable_objects_methods_and_partials():
+    class Judge:
+        def __call__(self, completion, gold):
+            return gold
+
+        def method(self, completion, gold):
+            return gold + 1
+
+    def judge(scale, completion, gold):
+        return scale * gold
+
+    assert [call(load(f), "") for f in (Judge(), Judge().method, functools.partial(judge, 3))] == [7.0, 8.0, 21.0]
+    assert load(Judge()).name == "Judge"
+
+
+async def waits(completion):
+    return 1.0
+
+
+class WaitsToo:
+    async def __call__(self, completion):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (lambda: 1, ["first parameter"]),
+        (lambda *, completion: 1, ["first parameter"]),
+        (lambda c, awnser, nothing: 1, ["'awnser' (did you mean 'answer'?)", "'nothing'", "prompt, answer, gold, hint"]),
+        (lambda c, hint: 1, ["null in row 0"]),
+        (lambda c, answer, /: 1, ["by name"]),
+        (lambda answer, **columns: 1, ["rename"]),
+        (waits, ["waits", "async"]),
+        (WaitsToo(), ["async"]),
+        (lambda c: [1.0], ["list", "judges one completion"]),
+        (lambda c: "1", ["str '1'"]),
+        (lambda c: float("nan"), ["nan", "finite"]),
+        (lambda c: np.float32("inf"), ["inf", "finite"]),
+        (lambda c: 1j, ["complex"]),
+    ],
+)  # fmt: skip
+def test_functions_are_refused(function, parts):
+    message = refusal(function)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_keys_that_a_function_of_ones_own_does_not_read():
+    assert "reward.pattern" in refusal(lambda c: 1, pattern="x")
+    assert "reward.answer=gold" in refusal(lambda c: 1, answer="gold")
+
+
+@pytest.mark.parametrize("value", [True, 1, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), -3])
+def test_numbers_of_all_kinds_are_rewards(value):
+    found = call(load(lambda c: value), "")
+    assert type(found) is float
+    assert found == value
+
+
+def test_none_is_no_verdict_and_not_zero():
+    assert call(load(lambda c: None), "") is None

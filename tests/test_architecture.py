@@ -1,0 +1,98 @@
+"""The order of the house: one-way imports, short functions, light imports, a doc line for every key."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gspo
+from gspo import config
+
+PACKAGE = Path(gspo.__file__).parent
+
+# Lowest first: a file may import only from lines above its own, or from its own room.
+ORDER = [
+    "errors", "types", "presets", "config", "machine", "algorithms", "models", "tasks", "rewards", "engines",
+    "rollout", "batch", "learner", "evaluate", "journal", "store", "console", "job", "loop", "cli",
+]  # fmt: skip
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "transformers", "datasets")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Rooms of gspo that a file imports, at any depth."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"gspo.{a.name}" for a in node.names] if node.module == "gspo" else [node.module]
+        yield from (name.split(".")[1] for name in names if name.startswith("gspo."))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    if path.name == "__init__.py":
+        return
+    above = ORDER[: ORDER.index(room(path)) + 1]
+    wrong = [name for name in imports(ast.parse(path.read_text())) if name not in above and name != "__version__"]
+    assert not wrong, f"{path.name} imports {wrong}, which stand below it"
+
+
+def test_the_maths_knows_no_model_engine_or_file() -> None:
+    for path in (PACKAGE / "algorithms").glob("*.py"):
+        assert set(imports(ast.parse(path.read_text()))) <= {"algorithms", "presets", "errors"}, path.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_functions_and_files_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+            assert len(node.args.posonlyargs + node.args.args) <= 6, f"{path.name}:{node.lineno} {node.name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
+    names = set(gspo.PRESETS)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare) and "name" in ast.unparse(node.left).split("."):
+            compared = {c.value for side in node.comparators for c in ast.walk(side) if isinstance(c, ast.Constant)}
+            assert not compared & names, f"{path.name}:{node.lineno} compares a name with {compared & names}"
+
+
+@pytest.mark.parametrize("words", [["-c", "import gspo"], ["-m", "gspo.cli", "--help"], ["-m", "gspo.cli", "train", "--help"]])
+def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:
+    """vllm, flash-attn, ray and wandb are not installed here either: huggingface/trl#4617, #3304."""
+    probe = f"import sys, atexit; atexit.register(lambda: print('LOADED', [m for m in {HEAVY} if m in sys.modules]))"
+    run = "import runpy; sys.argv = ['gspo'] + ARGS; runpy.run_module('gspo.cli', run_name='__main__')"
+    code = f"{probe}; {words[1]}" if words[0] == "-c" else f"{probe}; ARGS = {words[2:]!r}; {run}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "LOADED []" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('version 99 renamed everything')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gspo, gspo.cli, gspo.job"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_key_has_a_doc_line_and_there_are_few() -> None:
+    keys = list(config.fields())
+    assert len(keys) <= 80
+    assert not [name for name, doc in keys if not doc]

@@ -1,0 +1,204 @@
+"""Settings from real YAML files and from words: what is understood, what is refused, and the name that was meant."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from gspo import config
+from gspo.errors import InputError
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(*arguments, **more):
+    with pytest.raises(InputError) as caught:
+        config.load(*arguments, **more)
+    return str(caught.value)
+
+
+def test_a_recipe_with_words_and_keys_laid_over_it(recipe):
+    path = recipe("steps: 7\noptimizer:\n  learning_rate: 1e-5\n  beta1: 0.8\nsampling: {temperature: 0.7}\n")
+    run = config.load(path, ["optimizer.learning_rate=2e-5", "data.system=be brief"], {"steps": 9, "eval.every": 0})
+    assert (run.steps, run.eval.every, run.data.system) == (9, 0, "be brief")
+    assert (run.optimizer.learning_rate, run.optimizer.beta1, run.sampling.temperature) == (2e-5, 0.8, 0.7)
+    assert run.dir == "runs/mine"
+    assert config.load(None).dir is None
+
+
+def test_numbers_written_as_text_are_numbers(recipe):
+    # YAML reads 1e-6 as text: it wants 1.0e-6.
+    assert yaml.safe_load("1e-6") == "1e-6"
+    assert config.load(recipe("optimizer: {learning_rate: 1e-6}\n")).optimizer.learning_rate == 1e-6
+    assert config.load(recipe("optimizer: {learning_rate: '1e-6'}\n")).optimizer.learning_rate == 1e-6
+    assert config.load(None, ["optimizer.learning_rate=1e-6"]).optimizer.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "key", "near"),
+    [
+        ("learning_rate: 1e-5", "learning_rate=1e-5", "learning_rate", "optimizer.learning_rate"),
+        (
+            "optimizer: {learning_rte: 1e-5}",
+            "optimizer.learning_rte=1e-5",
+            "optimizer.learning_rte",
+            "optimizer.learning_rate",
+        ),
+        (
+            "sampling: {prompts_per_step: 4}",
+            "sampling.prompts_per_step=4",
+            "sampling.prompts_per_step",
+            "prompts_per_step",
+        ),
+        ("optimizer: {temperature: 1}", "optimizer.temperature=1", "optimizer.temperature", "sampling.temperature"),
+        ("promts_per_step: 4", "promts_per_step=4", "promts_per_step", "prompts_per_step"),
+        ("algorithm: {clip_hi: 1}", "algorithm.clip_hi=1", "algorithm.clip_hi", "algorithm.clip_high"),
+        ("model: {dtpe: float32}", "model.dtpe=float32", "model.dtpe", "model.dtype"),
+        ("eval: {evry: 3}", "eval.evry=3", "eval.evry", "eval.every"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_name(recipe, text, word, key, near):
+    for message in (refusal(recipe(text)), refusal(None, [word]), refusal(None, None, keys={key: 1})):
+        assert f"{key}: no such key; did you mean {near!r}?" in message
+
+
+def test_a_key_that_is_like_no_other_gets_the_list_of_its_section():
+    assert "num-epochs: no such key in the top level, which has dir, steps, seed" in refusal(None, ["num-epochs=3"])
+
+
+def test_every_fault_is_told_at_once(recipe):
+    message = refusal(recipe("stepz: 3\nsampling: {temprature: 1}\ngroup_size: many\n"))
+    assert all(part in message for part in ("'steps'", "'sampling.temperature'", "group_size", "'many'"))
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("steps=many", ["steps", "integer", "'many'"]),
+        ("steps=1.5", ["steps", "1.5"]),
+        ("steps=null", ["steps", "None"]),
+        ("group_size=0", ["group_size", "greater than 0"]),
+        ("sampling.top_p=2", ["sampling.top_p", "less than or equal to 1"]),
+        ("sampling=hot", ["sampling", "'hot'"]),
+        ("model.dtype=float8", ["model.dtype", "'float32'", "'float8'"]),
+        ("model.name.x=3", ["model.name"]),
+        ("steps", ["'steps'", "key=value"]),
+        ("algorithm=gspoo", ["gspoo", "did you mean 'gspo'", "grpo"]),
+        ("algorithm.aggregation=token_mean", ["aggregation=sequence_mean"]),
+    ],
+)
+def test_wrong_values_are_refused(word, parts):
+    message = refusal(None, [word])
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_bare_value_replaces_its_section(recipe):
+    path = recipe(
+        "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: regex, pattern: '7'}\nmodel: tiny-dense\ndata: rows.jsonl\n"
+    )
+    run = config.load(path)
+    assert (run.algorithm.clip_low, run.reward.pattern, run.model.name, run.data.source) == (
+        0.001,
+        "7",
+        "tiny-dense",
+        "rows.jsonl",
+    )
+    run = config.load(path, ["algorithm=grpo", "reward=number", "model.dtype=float64", "data.limit=5"])
+    assert run.algorithm == config.presets.PRESETS["grpo"]
+    assert run.reward == config.RewardRule()
+    assert run.model == config.Model(name="tiny-dense", dtype="float64")
+    assert run.data == config.Data(source="rows.jsonl", limit=5)
+
+
+def test_a_function_from_python_is_a_reward():
+    def judge(completion):
+        return 1.0
+
+    run = config.load(None, None, {"reward": judge})
+    assert run.reward.function is judge
+    assert config.dump(run)["reward"]["function"].endswith("judge")
+
+
+def test_group_size_one_and_too_many_updates_are_refused_with_the_reason():
+    assert "group_size=2 or more" in refusal(None, ["group_size=1"])
+    message = refusal(None, ["algorithm.updates_per_step=5", "prompts_per_step=3"])
+    assert all(part in message for part in ("prompts_per_step=5", "algorithm.updates_per_step=3"))
+    config.load(None, ["algorithm.updates_per_step=3", "prompts_per_step=3", "group_size=5"])
+
+
+def test_sizes_need_not_divide_each_other():
+    # huggingface/trl#2858: 3 prompts of 5 answers, micro-batches of any size.
+    run = config.load(
+        None, ["prompts_per_step=3", "group_size=5", "algorithm.updates_per_step=2", "max_tokens_per_microbatch=999"]
+    )
+    assert (run.prompts_per_step, run.group_size) == (3, 5)
+
+
+def test_missing_recipe_names_the_nearest():
+    message = refusal("no/such/recipe.yaml")
+    assert "no/such/recipe.yaml: no such file" in message
+    for name in config.recipes():
+        assert f"did you mean {name!r}" in refusal(name + "x").replace("Did", "did")
+
+
+def test_built_in_recipes_can_be_loaded():
+    for name in config.recipes():
+        assert config.load(name).dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("steps: [1\n", "not valid YAML"), ("- steps\n", "found list"), ("", "found NoneType")]
+)
+def test_files_that_are_no_settings(recipe, text, part):
+    path = recipe(text)
+    message = refusal(path)
+    assert str(path) in message
+    assert part in message
+
+
+def test_every_key_has_a_doc_line_and_the_budget_holds():
+    keys = dict(config.fields())
+    assert len(keys) <= 80
+    assert [name for name, doc in keys.items() if not doc] == []
+
+
+def test_every_key_can_be_set(recipe):
+    """What `fields` lists is what `load` takes: each key with the value that it has already."""
+    tree = config.dump(config.load(None))
+    for name in dict(config.fields()):
+        value = tree
+        for part in name.split("."):
+            value = value[part]
+        assert config.load(None, None, {name: value}) == config.load(None), name
+
+
+def test_a_dumped_run_reads_back_as_itself(recipe):
+    run = config.load(
+        None,
+        [
+            "algorithm=dapo",
+            "algorithm.clip_low=0.1",
+            "eval.reward=boxed",
+            "reward.answer=gold",
+            "data.system='yes'",
+            "model.revision='1e3'",
+        ],
+    )
+    text = yaml.safe_dump({"about": {"version": "9", "seed": 3}, **config.dump(run)})
+    assert config.load(recipe(text, "run.yaml")) == run
+
+
+def test_reading_settings_loads_no_torch():
+    code = "import sys, gspo.config; gspo.config.load(None); print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
