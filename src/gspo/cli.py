@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after sav
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -134,6 +135,8 @@ def guarded(command: Callable[[], None]) -> int:
 
 
 def main() -> None:
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("gspo").setLevel(logging.INFO)
     sys.exit(guarded(app))
 
 

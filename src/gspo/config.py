@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from gspo import presets
 from gspo.errors import InputError
@@ -30,6 +32,14 @@ class Section(BaseModel):
     @classmethod
     def _expand(cls, value: Any) -> Any:
         return {cls.shorthand: value} if cls.shorthand and not isinstance(value, dict | BaseModel) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"expected a value, found {str(value).lower()}")
+        return value
 
 
 class Model(Section):
@@ -55,7 +65,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set, or a built-in task: addition."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -214,8 +224,6 @@ def _algorithm(value: Any) -> Any:
 # ------------------------------------------------------------------------------ reading
 
 Tree = dict[str, Any]
-_BARE = {name: field.annotation.shorthand for name, field in Run.model_fields.items() if isinstance(field.annotation, type) and issubclass(field.annotation, Section)}
-_BARE["algorithm"] = "name"
 
 
 def recipes() -> list[str]:
@@ -234,7 +242,7 @@ def load(recipe: str | Path | None, words: list[str] | None = None, keys: Mappin
         key, equals, value = word.partition("=")
         if not equals:
             raise InputError(f"{word!r}: settings are written key=value, as in steps=20 or optimizer.learning_rate=1e-5")
-        lay_over(tree, key.strip(), _parse(value))
+        lay_over(tree, key.strip(), _parse(key.strip(), value))
     for key, value in (keys or {}).items():
         lay_over(tree, key, value)
     return check(tree, where=str(recipe) if recipe is not None else "gspo.train")
@@ -264,10 +272,11 @@ def read_recipe(recipe: str | Path) -> Tree:
 def lay_over(tree: Tree, key: str, value: Any) -> None:
     """Set one dotted key in place. A bare value replaces a whole section: `algorithm=grpo` drops gspo's adjustments."""
     *parents, leaf = key.split(".")
+    shorthands = _shorthands()
     for depth, name in enumerate(parents):
         below = tree.get(name)
         if not isinstance(below, dict):
-            shorthand = _BARE.get(name, "") if depth == 0 else ""
+            shorthand = shorthands.get(".".join(parents[: depth + 1]))
             below = {shorthand: below} if shorthand and below is not None else {}
         tree[name] = tree = dict(below)
     tree[leaf] = value
@@ -281,7 +290,10 @@ def check(tree: Tree, where: str) -> Run:
         raise InputError("\n".join(f"{where}: {_explain(e)}" for e in error.errors(include_url=False))) from error
 
 
-def _parse(word: str) -> Any:
+def _parse(key: str, word: str) -> Any:
+    """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
+    if key in _shorthands() or key in _text_keys():
+        return None if word == "null" else word
     try:
         return yaml.safe_load(word) if word else ""
     except yaml.YAMLError:
@@ -300,33 +312,49 @@ def _explain(error: Any) -> str:
 
 
 def _suggest(path: list[str]) -> str:
-    """The nearest known name: in the same section, else anywhere (a key under the wrong section)."""
-    known = {name: doc for name, doc in fields()}
-    siblings = [name for name in known if name.split(".")[:-1] == path[:-1]]
-    same_leaf = [name for name in known if name.split(".")[-1] == path[-1]]
-    near = get_close_matches(".".join(path), siblings, n=1, cutoff=0.7)
-    if not near and same_leaf:
-        near = same_leaf[:1]
-    if not near:
-        leaves = {name.split(".")[-1]: name for name in known}
-        near = [leaves[leaf] for leaf in get_close_matches(path[-1], leaves, n=1, cutoff=0.7)]
-    section = ".".join(path[:-1]) or "the top level"
-    options = ", ".join(name.split(".")[-1] for name in siblings)
-    return f"; did you mean {near[0]!r}?" if near else f" in {section}, which has {options}"
+    """The nearest known name: among its siblings, then the same name under another section, then any."""
+    known = [key for key, _ in _walk(Run, "")]
+    *parents, leaf = path
+    siblings = {name.split(".")[-1]: name for name in known if name.split(".")[:-1] == parents}
+    anywhere = {name.split(".")[-1]: name for name in reversed(known)}
+    near = [siblings[n] for n in get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
+    near = near or [anywhere[n] for n in get_close_matches(leaf, anywhere, n=1, cutoff=0.7)]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f" in {'.'.join(parents) or 'the top level'}, which has {', '.join(siblings)}"
 
 
 def fields() -> Iterator[tuple[str, str]]:
     """Every key with its one-line description."""
+    for key, field in _walk(Run, ""):
+        if _section(field) is None:
+            yield key, " ".join((field.description or "").split())
 
-    def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, field in model.model_fields.items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from walk(kind, f"{prefix}{name}.")
-            else:
-                yield prefix + name, " ".join((field.description or "").split())
 
-    yield from walk(Run, "")
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every section and every key below it, dotted."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if (section := _section(field)) is not None:
+            yield from _walk(section, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+@cache
+def _shorthands() -> dict[str, str]:
+    """Sections that a bare value stands for, with the key that takes it."""
+    sections = {key: section for key, field in _walk(Run, "") if (section := _section(field)) is not None}
+    named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
+    return {key: shorthand for key, shorthand in named.items() if shorthand}
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    return frozenset(key for key, field in _walk(Run, "") if str in (get_args(field.annotation) or (field.annotation,)))
 
 
 def dump(run: Run) -> Tree:

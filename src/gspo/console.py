@@ -34,12 +34,13 @@ class Console:
         self._stream = stream or sys.stdout
         self._rewards: list[float] = []
         self._seconds: list[float] = []
+        self._said: tuple[str, bool] | None = None
 
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def step(self, m: dict[str, Any]) -> None:
-        """The step's line; the verdict beneath it when it warns."""
+        """The step's line; the verdict beneath it when it turns into something to know."""
         if m["reward/mean"] is not None:
             self._rewards.append(m["reward/mean"])
         self._seconds.append(m["time/step"])
@@ -59,8 +60,10 @@ class Console:
         if "eval/reward" in m:
             parts.insert(2, f"held-out {_number(m['eval/reward'], '.3f')} ({_number(m['eval/reward_low'], '.2f')}-{_number(m['eval/reward_high'], '.2f')})")
         self.say("  ".join(parts))
-        if m["verdict/warning"] or not m["groups/signal"]:
+        said = (m["verdict/kind"], m["verdict/warning"])
+        if said != self._said and said[0] != "learning":  # a state is said when it begins, not at each step of it
             self.say(f"    {m['verdict']}")
+        self._said = said
 
     def _left(self, step: int) -> float:
         recent = self._seconds[-10:]

@@ -306,7 +306,7 @@ def _about(policy: Policy, engine: LocalEngine, threads: int) -> dict[str, Any]:
         "threads": threads,
         "sampling": engine.describe(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }
 

@@ -66,7 +66,7 @@ class Journal:
         metrics["groups/steps_without_signal"] = self._without_signal
         metrics["max_new_tokens"] = self._max_new_tokens
         said = verdict(metrics)
-        metrics |= {"verdict": said.text, "verdict/warning": said.warning}
+        metrics |= {"verdict": said.text, "verdict/kind": said.kind, "verdict/warning": said.warning}
         self._write_rollouts(outcome)
         with self._path.open("a") as file:
             file.write(_line(metrics))

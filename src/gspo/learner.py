@@ -233,8 +233,8 @@ class Learner:
             loss, micro_tally = objective(logprob_N, entropy_N, batch, micro)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += float(loss)
-            entropy_sum += float(entropy_N.sum())
+            loss_sum += float(loss.detach())
+            entropy_sum += float(entropy_N.detach().sum())
             tally += micro_tally
         parity += self._parity_of_old_pass(batch)
         learning_rate = self._set_learning_rate()

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from gspo import __version__, config
 from gspo.errors import InputError, RunError
@@ -60,6 +61,7 @@ class Store:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
+            disable_progress_bar()
             model.save_pretrained(draft, state_dict=weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")

@@ -151,6 +151,9 @@ def test_correction_carries_no_gradient_and_leaves_the_ratio_alone() -> None:
     row = variant("gspo", correction="token_truncate", correction_high=2.0)
     log_s = torch.tensor(wrong["right_seq_ratio"], dtype=torch.float64).log()
     swapped = torch.tensor(wrong["wrong_seq_ratio"], dtype=torch.float64).log()
+    sequence_N, _ = batch.mask.nonzero(as_tuple=True)
+    old_N = batch.old[batch.mask].requires_grad_()
+    assert not correction_weight(row, old_N, batch.rollout[batch.mask], sequence_N, 4).requires_grad
     got = evaluate(batch, row).tally.log_ratio_rows_sum
     assert got == pytest.approx(float(log_s.sum()), abs=1e-12)
     assert got != pytest.approx(float(swapped.sum()), abs=1e-3)

@@ -11,7 +11,7 @@ from cases import Padded, evaluate, random_batch, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo.algorithms.losses import Tally
+from gspo.algorithms.losses import PolicyInputs, Tally, policy_loss
 from gspo.presets import PRESETS, Algorithm
 
 
@@ -70,6 +70,19 @@ def test_rows_without_advantage_are_not_counted() -> None:
 def test_tokens_without_advantage_do_not_keep_a_row_alive() -> None:
     tally = evaluate(rows_of([[0.5, 0.0]], [[1.0, 0.0]]), variant("grpo")).tally
     assert (tally.rows, tally.tokens, tally.clip_rows, tally.clip_tokens) == (1, 1, 1.0, 1.0)
+
+
+def test_tokens_of_weight_zero_are_not_in_the_loss_nor_in_the_shares() -> None:
+    """Answers cut at the length limit keep their advantage and get the weight 0 (mask_truncated)."""
+    batch = rows_of([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]], [[1.0, 1.0]] * 3)
+    log_N, sequence_N = batch.logprob.flatten(), torch.tensor([0, 0, 1, 1, 2, 2])
+    weight_N = torch.tensor([0.25, 0.25, 0.0, 0.0, 0.25, 0.25], dtype=torch.float64)
+    inputs = PolicyInputs(
+        log_N, batch.old.flatten(), batch.rollout.flatten(), None, torch.ones_like(log_N), weight_N, sequence_N, 3
+    )
+    _, tally = policy_loss(inputs, PRESETS["gspo"])
+    assert (tally.rows, tally.tokens, tally.all_rows) == (2, 4, 3)
+    assert tally.clip_rows == tally.clip_tokens == 0.5
 
 
 def test_dropped_tokens_are_counted_apart_from_clipped_ones() -> None:

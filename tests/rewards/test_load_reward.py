@@ -1,6 +1,8 @@
 """Reward functions from real files and from Python: what they are given, and what is refused before a model exists."""
 
 import functools
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -95,10 +97,11 @@ def test_function_from_a_file_with_its_neighbour(source):
     assert (reward.name, call(reward, "7"), call(reward, "8")) == ("judge", 2.0, 0.0)
 
 
-def test_changed_file_gives_the_changed_function(source):
+def test_changed_file_gives_the_changed_function(source, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     results = []
     for value in (1, 2):  # same size, same second: a bytecode cache would give the first again
-        source(f"def judge(completion):\n    return {value}\n")
+        os.utime(source(f"def judge(completion):\n    return {value}\n"), (1e9, 1e9))
         results.append(call(load("judge.py:judge"), ""))
     assert results == [1.0, 2.0]
 

@@ -112,6 +112,7 @@ def test_exact():
         (r"\boxed{5} and so \boxed{7", "5"),
         (r"\boxed{a \boxed{b} c}", "b"),
         (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
         (r"} \boxed {3}", "3"),
         (r"\boxed{", None),
         (r"\boxed 7", None),

@@ -21,6 +21,8 @@ BAND_SHARE = 1 / 3
 class Verdict:
     """What a step says about the run."""
 
+    kind: str
+    """no_signal, mismatch, truncated or learning."""
     text: str
     warning: bool = False
 
@@ -46,11 +48,12 @@ def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
     why = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
     text = f"no signal: 0 of {m['groups/total']} groups carry any ({why})"
     if m["updates/done"]:
-        return Verdict(f"{text}; the updates made follow the KL term or the batch baseline alone")
+        return Verdict("no_signal", f"{text}; the updates made follow the KL term or the batch baseline alone")
     text += "; no update was made"
     if m["groups/steps_without_signal"] < PATIENCE:
-        return Verdict(text)
+        return Verdict("no_signal", text)
     return Verdict(
+        "no_signal",
         f"{text}, for {m['groups/steps_without_signal']} steps in a row: the task is solved, too hard, or the reward never differs. "
         "Change the difficulty of the prompts, raise group_size, or look at rollouts/ to see what the reward reads",
         warning=True,
@@ -62,6 +65,7 @@ def _mismatch(m: Mapping[str, Any]) -> Verdict | None:
     if m["anchor"] != "rollout" or signed is None or band is None or abs(signed) <= BAND_SHARE * band:
         return None
     return Verdict(
+        "mismatch",
         f"the engine's log-probabilities differ from the trainer's by {signed:+.1e} a token, more than a third of the clip band {band:g}: "
         "answers are clipped before any update. Set algorithm.anchor=old, or widen algorithm.clip_low",
         warning=True,
@@ -72,6 +76,7 @@ def _truncated(m: Mapping[str, Any]) -> Verdict | None:
     if m["truncated/share"] <= TRUNCATED:
         return None
     return Verdict(
+        "truncated",
         f"{m['truncated/share']:.0%} of the answers were cut at sampling.max_new_tokens={m['max_new_tokens']} and cannot show what they would have reached: "
         "raise sampling.max_new_tokens",
         warning=True,
@@ -84,7 +89,7 @@ def _learning(m: Mapping[str, Any]) -> Verdict:
     text = f"{m['groups/signal']} of {m['groups/total']} groups carry signal" + (f" ({why})" if why else "")
     text += f"; weights moved by {m['weights/relative']:.1e} in {m['updates/done']} updates"
     if m["clip/band"] is None or m["updates/done"] < 2:
-        return Verdict(text)
+        return Verdict("learning", text)
     if m["ratio"].startswith("sequence"):
-        return Verdict(f"{text}; {m['clip/rows']:.0%} of the answers clipped, which for a sequence ratio is by design far more than for a token ratio")
-    return Verdict(f"{text}; {m['clip/tokens']:.1%} of the tokens clipped")
+        return Verdict("learning", f"{text}; {m['clip/rows']:.0%} of the answers clipped, which for a sequence ratio is by design far more than for a token ratio")
+    return Verdict("learning", f"{text}; {m['clip/tokens']:.1%} of the tokens clipped")

@@ -25,7 +25,8 @@ class Tally:
 
     "Lost": the gate took the whole gradient of a token with a non-zero advantage. A row is lost when all of those tokens
     are. Upper and lower is the side of the ratio, then the sign of the advantage. The correction and the KL term are
-    not the gate: a lost token may still have the gradient of the KL.
+    not the gate: a lost token may still have the gradient of the KL. A token of weight 0 is not in the loss and counts
+    as one without advantage.
     """
 
     rows: int = 0
@@ -108,7 +109,7 @@ def tally(inputs: PolicyInputs, *, token_log_ratio_N: Tensor, lost_N: Tensor, dr
 
     log_N = token_log_ratio_N.double()
     log_S = segment_mean(log_N, inputs.sequence_N, inputs.sequences)
-    active_N = inputs.advantage_N != 0
+    active_N = (inputs.advantage_N != 0) & (inputs.weight_N != 0)
     active_S, lost_S = rows(active_N), rows(lost_N & active_N)
     counts = {
         "rows": active_S > 0,

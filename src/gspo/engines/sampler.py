@@ -22,13 +22,15 @@ def sample(logits_BV: Tensor, uniform_B: Tensor, greedy_B: Tensor, sampling: Sam
     log-probability under the distribution that was sampled; not finite where the logits are not.
     """
     z = logits_BV if sampling.temperature == 1 else logits_BV.div_(sampling.temperature)
-    likeliest_B = z.argmax(1)
+    likeliest_B = z.argmax(1) if bool(greedy_B.any()) else None  # slower than the maximum alone
+    peak_B = z.amax(1)
     if sampling.top_k or sampling.top_p < 1:
         cutoff_B = _cutoff(z, sampling.top_k, sampling.top_p).masked_fill(greedy_B, float("-inf"))
         z.masked_fill_(z < cutoff_B[:, None], float("-inf"))
-    weight_BV = z.sub_(z.gather(1, likeliest_B[:, None])).exp_()
+    weight_BV = z.sub_(peak_B[:, None]).exp_()
     token_B, total_B = _draw(weight_BV, uniform_B)
-    token_B = torch.where(greedy_B, likeliest_B, token_B)
+    if likeliest_B is not None:
+        token_B = torch.where(greedy_B, likeliest_B, token_B)
     return token_B, weight_BV.gather(1, token_B[:, None])[:, 0].double().log() - total_B.log()
 
 

@@ -89,6 +89,19 @@ def load_policy(model: config.Model) -> Policy:
     return Policy(hf, loaded.tokenizer, stop_ids, source, compute, device, announcement)
 
 
+def load_tokenizer(model: config.Model) -> Any:
+    """The tokenizer alone, so that prompts can be checked before weights are read. Raises InputError as `load_policy`."""
+    path = Path(model.name).expanduser()
+    if model.name in BUILTIN or (path.is_file() and path.suffix == ".gguf"):
+        return _open(model).tokenizer
+    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
+    _plausible(model, path)
+    try:
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else model.name, **keys)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(f"model={model.name}: its tokenizer could not be loaded: {error}{_nearest(model.name)}") from error
+
+
 # ------------------------------------------------------------------------------ finding it
 
 
@@ -100,11 +113,18 @@ def _open(model: config.Model) -> Loaded:
         return _checked(model, lambda: _from_transformers(model, str(path), origin=str(path.resolve())))
     if path.is_file() and path.suffix == ".gguf":
         return _checked(model, lambda: Loaded(*load_gguf(path), origin=str(path.resolve())))
-    if path.exists():
+    _plausible(model, path)
+    return _checked(model, lambda: _from_transformers(model, model.name, origin=""))
+
+
+def _plausible(model: config.Model, path: Path) -> None:
+    """Raise InputError for a name that can be neither a folder nor a hub id."""
+    if path.is_file():
         raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
+    if path.is_dir():
+        return
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.name) or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
-    return _checked(model, lambda: _from_transformers(model, model.name, origin=""))
 
 
 def _checked(model: config.Model, read: Callable[[], Loaded]) -> Loaded:
@@ -177,7 +197,8 @@ def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "float64" and device.type == "mps":
         raise InputError("model.dtype=float64: this device has none; use model.device=cpu")
     if name == "auto":
-        name = "bfloat16" if _NATIVE_BFLOAT16.get(device.type, lambda _: False)(device) else "float32"
+        native = _NATIVE_BFLOAT16.get(device.type)
+        name = "bfloat16" if native is not None and native(device) else "float32"
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -263,7 +284,7 @@ def _make_savable(model: Any, name: str) -> None:
             str(error).splitlines()[0],
         )
         old = model.generation_config
-        model.generation_config = GenerationConfig(
+        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             bos_token_id=old.bos_token_id, eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id
         )
 
