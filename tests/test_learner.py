@@ -76,7 +76,7 @@ def test_the_gradient_is_the_papers_one_answer_at_a_time(name: str, policy: Poli
         advantage = (rewards[r.index] - rewards.mean()) / spread if spread > 0 else torch.tensor(0.0)
         ids = torch.cat([torch.from_numpy(g.prompt.token_ids), torch.from_numpy(r.segments[0].token_ids)])
         start = len(g.prompt.token_ids)
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation("sdpa")  # eager makes its softmax in float32
         logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
         loss = loss + advantage * torch.nn.functional.cross_entropy(logits, ids[start:]) / len(rollouts)
     model.zero_grad()

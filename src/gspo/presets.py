@@ -103,7 +103,7 @@ class Algorithm(BaseModel):
     @property
     def needs_signal(self) -> bool:
         """True if a group whose rewards all agree has no gradient, so that it need not be computed."""
-        return not self.needs_reference and not self.advantage.startswith("batch")
+        return not self.needs_reference and self.advantage in ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
 
 
 # What each gate reads: (required, optional). A parameter outside both has no effect and is refused.
@@ -158,6 +158,8 @@ def _check_correction(row: Algorithm) -> None:
         return
     if row.anchor == "rollout":
         raise ValueError(f"correction={row.correction} weighs old/rollout, and with anchor=rollout the ratio holds that factor already: set anchor=old")
+    if row.gate == "minirl":
+        raise ValueError(f"correction={row.correction} weighs old/rollout, and gate=minirl weighs by pi/rollout already: set correction=none")
     if row.correction_high is None:
         raise ValueError(f"correction={row.correction} needs correction_high")
     if row.correction.endswith("_mask") and row.correction_low is None:

@@ -62,7 +62,8 @@ class Store:
         try:
             draft.mkdir()
             disable_progress_bar()
-            model.save_pretrained(draft, state_dict=weights)
+            model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
+            _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
             (draft / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=1))
@@ -126,6 +127,13 @@ def write_run(folder: Path, run: config.Run, about: dict[str, Any]) -> None:
     """run.yaml: every value of the configuration, and under `about` what it was run with."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump({**config.dump(run), "about": about}, sort_keys=False, allow_unicode=True))
+
+
+def _declare_dtype(path: Path, weights: dict[str, Tensor]) -> None:
+    """transformers writes the working copy's dtype, and would then round the masters to it on loading."""
+    settings = json.loads(path.read_text())
+    settings["dtype"] = str(next(t.dtype for t in weights.values() if t.is_floating_point())).removeprefix("torch.")
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _sync(folder: Path) -> None:

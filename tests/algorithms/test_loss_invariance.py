@@ -101,6 +101,15 @@ def test_layout_does_not_matter_to_advantages_per_token(lengths: list[int], seed
     same(evaluate(batch, ROWS[name], parts=parts, shuffle=seed), evaluate(batch, ROWS[name]))
 
 
+@pytest.mark.parametrize("name", ["gspo_kl", "minirl", "dppo", "gspo_token_truncate"])
+def test_only_the_trained_policy_gets_a_gradient(name: str) -> None:
+    """Whatever graph the other inputs carry: a critic's advantages, say, are not trained through the policy's loss."""
+    batch = random_batch([3, 2], seed=0)
+    others = {key: getattr(batch, key).clone().requires_grad_() for key in ("old", "rollout", "reference", "advantage")}
+    evaluate(replace(batch, **others), ROWS[name])
+    assert all(other.grad is None for other in others.values())
+
+
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_float32_follows_float64(name: str) -> None:
     batch = random_batch([4, 3, 6, 2], seed=3, drift=0.05)

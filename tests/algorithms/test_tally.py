@@ -70,6 +70,8 @@ def test_rows_without_advantage_are_not_counted() -> None:
 def test_tokens_without_advantage_do_not_keep_a_row_alive() -> None:
     tally = evaluate(rows_of([[0.5, 0.0]], [[1.0, 0.0]]), variant("grpo")).tally
     assert (tally.rows, tally.tokens, tally.clip_rows, tally.clip_tokens) == (1, 1, 1.0, 1.0)
+    edged = evaluate(rows_of([[0.5, -0.5]], [[1.0, 0.0]]), variant("gmpo")).tally  # clips the second in the mean
+    assert (edged.clip_rows, edged.clip_tokens) == (1.0, 1.0)
 
 
 def test_tokens_of_weight_zero_are_not_in_the_loss_nor_in_the_shares() -> None:
@@ -88,6 +90,8 @@ def test_tokens_of_weight_zero_are_not_in_the_loss_nor_in_the_shares() -> None:
 def test_dropped_tokens_are_counted_apart_from_clipped_ones() -> None:
     batch = rows_of([[0.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [-1.0, -1.0]])
     batch.rollout[0, 0] -= 3.0
+    batch.rollout[1, 1] -= 3.0
+    batch.advantage[1, 1] = 0.0
     row = variant("grpo", correction="token_mask", correction_low=0.5, correction_high=2.0)
     tally = evaluate(batch, row).tally
     assert (tally.tokens_dropped, tally.tokens_lost) == (1, 0)

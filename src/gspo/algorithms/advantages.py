@@ -76,7 +76,7 @@ def _centred(x_S: Tensor, pool: _Pool) -> Tensor:
 
 
 def _deviation(centred_S: Tensor, pool: _Pool, row: Algorithm) -> Tensor:
-    """Standard deviation of each one's pool, from the centred values (two passes: stable); 1 where there is no signal."""
+    """Standard deviation of each one's pool, from the centred values (stable); 1 where there is no signal."""
     square_S = spread(segment_sum(centred_S.square(), pool.member_S, pool.pools), pool.member_S)
     deviation_S = (square_S / (pool.size_S - row.advantage_ddof).clamp(min=1)).sqrt() + row.advantage_epsilon
     return torch.where(pool.signal_S, deviation_S, 1.0)

@@ -1,7 +1,7 @@
 """Gates: what stands between the importance ratio and the gradient.
 
 In: the log ratio at the row's level, the inputs and the row. Out: the loss term of each token, and which tokens
-have lost their gradient to the gate. `losses.py` calls it through the table `GATES`, after the ratio and before the sum.
+have lost their gradient to the gate. `losses.py` calls it through the table `GATES`.
 
 Two rules hold for all: the edge of a band is inside it, so that a tie keeps its full gradient (torch.minimum and clamp
 would halve or keep it depending on the form); and a token is set aside before the exponential, never after, since an
@@ -79,7 +79,7 @@ def _none(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Te
 
 
 def _clip(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A), PPO eq. 7 and GSPO eq. 5; with dual_clip, at least dual_clip * A where A < 0 (arXiv 1912.09729)."""
+    """min(r A, clip(r) A), PPO eq. 7, GSPO eq. 5; with dual_clip at least dual_clip * A if A < 0 (arXiv 1912.09729)."""
     low, high = _edges(row)
     advantage_N = inputs.advantage_N
     lost_N = _outside(log_ratio_N, advantage_N, row)
@@ -133,7 +133,7 @@ LOG_PRODUCT_RANGE = (math.log(1e-8), 20.0)
 
 
 def _vespo(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Tensor, Tensor]:
-    """sg[W^k exp(lambda (1 - W))] A log pi, W the product ratio, arXiv 2602.10693; lost where the weight underflows to 0."""
+    """sg[W^k exp(lambda (1 - W))] A log pi, W the product ratio, arXiv 2602.10693; lost where the weight is 0."""
     assert row.soft_positive is not None
     assert row.soft_negative is not None
     advantage_N = inputs.advantage_N
@@ -144,7 +144,7 @@ def _vespo(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[T
 
 
 def _dppo(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Tensor, Tensor]:
-    """r A unless the sampled token's probability has moved too far from the anchor's, arXiv 2602.04879 (total variation).
+    """r A unless the token's probability has moved too far from the anchor's, arXiv 2602.04879 (total variation).
 
     With weight_cap both value and gradient are scaled by min(r, cap) / r, so that the cap silences nothing.
     """

@@ -22,14 +22,14 @@ class Verdict:
     """What a step says about the run."""
 
     kind: str
-    """no_signal, mismatch, truncated or learning."""
+    """no_signal, left_out, mismatch, truncated or learning."""
     text: str
     warning: bool = False
 
 
 def verdict(metrics: Mapping[str, Any]) -> Verdict:
     """Read a step's metrics, gravest cause first."""
-    for judge in (_no_signal, _mismatch, _truncated):
+    for judge in (_no_signal, _left_out, _mismatch, _truncated):
         found = judge(metrics)
         if found is not None:
             return found
@@ -56,6 +56,17 @@ def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
         "no_signal",
         f"{text}, for {m['groups/steps_without_signal']} steps in a row: the task is solved, too hard, or the reward never differs. "
         "Change the difficulty of the prompts, raise group_size, or look at rollouts/ to see what the reward reads",
+        warning=True,
+    )
+
+
+def _left_out(m: Mapping[str, Any]) -> Verdict | None:
+    if m["updates/done"]:
+        return None
+    return Verdict(
+        "left_out",
+        f"no update was made although {m['groups/signal']} of {m['groups/total']} groups carry signal: algorithm.mask_truncated leaves out answers "
+        f"that were cut, and {m['truncated/share']:.0%} were. Raise sampling.max_new_tokens",
         warning=True,
     )
 

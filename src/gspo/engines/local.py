@@ -71,6 +71,7 @@ class LocalEngine:
                 f"weights version {version} arrived while {len(self._flight.answers)} answers were being written: collect them first"
             )
         self.version = version
+        self._flight = _Flight(self._sampling.max_new_tokens)  # nothing made from the old weights stays
 
     def submit(self, request: Request) -> None:
         length = len(request.prompt.token_ids) + self._sampling.max_new_tokens
@@ -85,7 +86,7 @@ class LocalEngine:
     def collect(self) -> Iterator[Group]:
         while self._waiting or self._flight.answers:
             yield from self._advance()
-        self._flight = _Flight(self._sampling.max_new_tokens)  # the cache's memory is the learner's now
+        self._flight = _Flight(self._sampling.max_new_tokens)  # its memory is the learner's now
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
@@ -206,6 +207,8 @@ class _Flight:
     def __init__(self, max_new_tokens: int) -> None:
         self.answers: list[tuple[_Open, int]] = []
         self.cache = KeyValues()
+        self.factor_VD: Tensor | None = None
+        """The head's weight in float32, made once for the answers that are written with it."""
         self._token_BM = np.zeros((0, max_new_tokens), dtype=np.int64)
         self._logprob_BM = np.zeros((0, max_new_tokens), dtype=np.float32)
         self._uniform_BM = np.zeros((0, max_new_tokens))

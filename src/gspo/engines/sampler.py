@@ -52,7 +52,8 @@ def _draw(weight_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight_BV.gather(1, token.clamp_max(weight_BV.shape[1] - 1)).double().masked_fill_(~inside, 0.0)
     until = weight.cumsum(1)
     place_B = _first_above(until, _below(goal_B - before_B, until[:, -1]))
-    return token.gather(1, place_B[:, None])[:, 0], total_B
+    # The two clamps matter only where a weight is not a number.
+    return token.gather(1, place_B[:, None])[:, 0].clamp_max(weight_BV.shape[1] - 1), total_B
 
 
 def _below(goal_B: Tensor, end_B: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def _below(goal_B: Tensor, end_B: Tensor) -> Tensor:
 
 def _first_above(until_BK: Tensor, goal_B: Tensor) -> Tensor:
     found = torch.searchsorted(until_BK, goal_B[:, None], right=True)[:, 0]
-    return found.clamp_max(until_BK.shape[1] - 1)  # only where a weight is not a number
+    return found.clamp_max(until_BK.shape[1] - 1)
 
 
 def _cutoff(z: Tensor, top_k: int, top_p: float) -> Tensor:

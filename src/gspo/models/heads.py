@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,10 @@ class PolicyHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden) if self._job is None else self._job(self, hidden)
+
+    def factor(self) -> Tensor:
+        """[V, D] the weight as it is multiplied with: a float32 copy on a CPU in bfloat16, else the weight itself."""
+        return self.weight.detach().to(_products(self.weight).factor)
 
     @contextmanager
     def armed(self, job: Callable[[PolicyHead, Tensor], Tensor]) -> Iterator[None]:
@@ -85,10 +90,21 @@ def trained_logprobs(
     return logprob_N, entropy_N
 
 
-def next_logits(model: Any, *, tokens_T: Tensor, position_T: Tensor, layout: Layout, source_N: Tensor) -> Tensor:
-    """Logits [N, V] at the positions `source_N`, float32 (float64 in a float64 model), without gradients."""
+def next_logits(
+    model: Any,
+    *,
+    tokens_T: Tensor,
+    position_T: Tensor,
+    layout: Layout,
+    source_N: Tensor,
+    factor_VD: Tensor | None = None,
+) -> Tensor:
+    """Logits [N, V] at the positions `source_N`, float32 (float64 in a float64 model), without gradients.
+
+    `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights.
+    """
     with torch.no_grad():
-        return _run(model, partial(_predict, source_N=source_N), tokens_T, position_T, layout)
+        return _run(model, partial(_predict, source_N=source_N, factor_VD=factor_VD), tokens_T, position_T, layout)
 
 
 def _run(
@@ -110,35 +126,29 @@ def _score(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, target_N: Tens
     return torch.stack(results)
 
 
-def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor) -> Tensor:
+def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
-    product = _product_for(hidden_ND)
-    h = hidden_ND.to(_wide(hidden_ND.dtype))
-    logits_NV = h.new_empty(len(h), len(head.weight))
-    for columns, weight, bias in _columns(head.weight, head.bias):
-        z = product(h, weight.T)
-        logits_NV[:, columns] = z if bias is None else z.add_(bias)
-    return logits_NV
+    products = _products(head.weight)
+    weight = head.factor() if factor_VD is None else factor_VD
+    logits_NV = products.multiply(hidden_ND.to(products.factor), weight.T)
+    return logits_NV if head.bias is None else logits_NV.add_(head.bias)
 
 
 # ------------------------------------------------------------------------------ products
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+@dataclass(frozen=True)
+class _Products:
+    """How matrices are multiplied, so that the result is float32 (float64) and as exact as its factors deserve."""
+
+    factor: torch.dtype
+    """What hidden states and weights are converted to first; exact."""
+    multiply: Callable[[Tensor, Tensor], Tensor]
 
 
-def _product_for(hidden: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Matrix product of float32 (float64) matrices, as exact as the compute dtype of `hidden` deserves.
-
-    In bfloat16 the factors are upcast bfloat16 numbers, or gradients that bfloat16 is good enough for: the product
-    runs on the bfloat16 unit, which adds up in float32, and its result is kept in float32.
-    """
-    table = {"cpu": _product_on_cpu, "cuda": _product_on_cuda}
-    return table.get(hidden.device.type, torch.mm) if hidden.dtype == torch.bfloat16 else torch.mm
-
-
-def _product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+    """float32 matrices that hold bfloat16 numbers (or gradients, for which those are good enough), multiplied by the
+    processor's bfloat16 unit, which adds up in float32; unlike a bfloat16 product, the result stays float32."""
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -148,16 +158,31 @@ def _product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
         setting.fp32_precision = before
 
 
-def _product_on_cuda(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_on_cuda(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
 
 
+_BFLOAT16_PRODUCTS = {
+    "cpu": _Products(torch.float32, _multiply_on_cpu),
+    "cuda": _Products(torch.bfloat16, _multiply_on_cuda),
+}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _products(weight: Tensor) -> _Products:
+    plain = _Products(_wide(weight.dtype), torch.mm)
+    return _BFLOAT16_PRODUCTS.get(weight.device.type, plain) if weight.dtype == torch.bfloat16 else plain
+
+
 def _columns(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Blocks of the vocabulary: place, weight [block, D] and bias [block] in float32 or better."""
-    wide = _wide(weight.dtype)
+    """Blocks of the vocabulary: place, weight [block, D] as a factor, and bias [block]."""
+    factor = _products(weight).factor
     for start in range(0, len(weight), _COLUMNS):
         columns = slice(start, min(start + _COLUMNS, len(weight)))
-        yield columns, weight[columns].to(wide), None if bias is None else bias[columns].to(wide)
+        yield columns, weight[columns].to(factor), None if bias is None else bias[columns].to(_wide(bias.dtype))
 
 
 def _rows(count: int) -> Iterator[slice]:
@@ -180,9 +205,10 @@ class _Logprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        product, h = _product_for(hidden_ND), hidden_ND.to(_wide(hidden_ND.dtype))
+        products, wide = _products(weight_VD), _wide(weight_VD.dtype)
+        product, h = products.multiply, hidden_ND.to(products.factor)
         # Not -inf: the first block would then meet 0 * inf.
-        m_N = h.new_full((len(h),), torch.finfo(h.dtype).min / 4)
+        m_N = torch.full((len(h),), torch.finfo(wide).min / 4, dtype=wide, device=h.device)
         s_N, d_N, z_target_N = torch.zeros_like(m_N), torch.zeros_like(m_N), torch.zeros_like(m_N)
         for columns, weight, bias in _columns(weight_VD, bias_V):
             for rows in _rows(len(h)):
@@ -205,15 +231,16 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        product, h = _product_for(hidden_ND), hidden_ND.to(_wide(hidden_ND.dtype))
+        products, wide = _products(weight_VD), _wide(weight_VD.dtype)
+        product, h = products.multiply, hidden_ND.to(products.factor)
         by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / ctx.temperature
         by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        grad_h = torch.zeros_like(h)
+        grad_h = torch.zeros_like(h, dtype=wide)
         grad_weight = torch.empty_like(weight_VD) if wants_weight else None
         grad_bias = torch.empty_like(bias_V) if wants_bias else None
         for columns, weight, bias in _columns(weight_VD, bias_V):
-            block, block_bias = torch.zeros_like(weight), weight.new_zeros(len(weight))
+            block, block_bias = torch.zeros_like(weight, dtype=wide), entropy_N.new_zeros(len(weight))
             for rows in _rows(len(h)):
                 z = _scaled(product(h[rows], weight.T), bias, ctx.temperature).sub_(logsumexp_N[rows, None])
                 grad = _grad_logits(

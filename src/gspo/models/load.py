@@ -75,6 +75,8 @@ def load_policy(model: config.Model) -> Policy:
     hf = loaded.model.to(device=device).eval()
     if compute == torch.float64:
         hf = hf.to(torch.float64)
+        if getattr(hf.config, "_experts_implementation", None) is not None:
+            hf.set_experts_implementation("eager")  # the grouped product has no float64
     stop_ids = _stop_ids(hf, loaded.tokenizer, model.name)
     _prepare(hf, model.name)
     _make_savable(hf, model.name)
@@ -99,7 +101,9 @@ def load_tokenizer(model: config.Model) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else model.name, **keys)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"model={model.name}: its tokenizer could not be loaded: {error}{_nearest(model.name)}") from error
+        raise InputError(
+            f"model={model.name}: its tokenizer could not be loaded: {error}{_nearest(model.name)}"
+        ) from error
 
 
 # ------------------------------------------------------------------------------ finding it

@@ -1,0 +1,54 @@
+"""A verdict says which of several causes a loss of 0.0 has (huggingface/trl#3452, #3857)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo.algorithms.health import verdict
+
+HEALTHY: dict[str, Any] = {
+    "groups/total": 8,
+    "groups/signal": 6,
+    "groups/all_right": 1,
+    "groups/all_wrong": 1,
+    "groups/all_equal": 0,
+    "groups/unjudged": 0,
+    "groups/steps_without_signal": 0,
+    "updates/done": 4,
+    "truncated/share": 0.0,
+    "max_new_tokens": 24,
+    "parity/signed": -1e-5,
+    "clip/band": 3e-4,
+    "clip/rows": 0.4,
+    "clip/tokens": 0.01,
+    "anchor": "old",
+    "ratio": "sequence",
+    "weights/relative": 1e-4,
+}
+SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "groups/unjudged": 1, "updates/done": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "warning", "words"),
+    [
+        ({}, "learning", False, ["6 of 8 groups", "1 all right, 1 all wrong", "40% of the answers clipped", "by design"]),
+        ({"ratio": "token"}, "learning", False, ["1.0% of the tokens clipped"]),
+        (SILENT, "no_signal", False, ["0 of 8", "2 all right, 5 all wrong, 1 too few judged", "no update"]),
+        ({**SILENT, "groups/steps_without_signal": 3}, "no_signal", True, ["3 steps in a row"]),
+        ({**SILENT, "updates/done": 4}, "no_signal", False, ["KL term"]),
+        ({"updates/done": 0, "truncated/share": 0.9}, "left_out", True, ["mask_truncated", "90%"]),
+        ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
+        ({"anchor": "rollout", "parity/signed": -1.5e-4}, "mismatch", True, ["-1.5e-04", "third of the clip band", "anchor=old"]),
+    ],
+)
+def test_each_state_has_its_own_sentence(changes: dict[str, Any], kind: str, warning: bool, words: list[str]) -> None:
+    said = verdict({**HEALTHY, **changes})
+    assert (said.kind, said.warning) == (kind, warning)
+    assert all(word in said.text for word in words), said.text
+
+
+def test_a_mismatch_matters_only_where_it_enters_the_ratio() -> None:
+    assert verdict({**HEALTHY, "parity/signed": -1.0}).kind == "learning"
+    assert verdict({**HEALTHY, "anchor": "rollout", "parity/signed": -9e-5}).kind == "learning"

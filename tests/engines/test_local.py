@@ -1,0 +1,292 @@
+"""The engine's answers depend on what was asked, never on how it was scheduled, and carry the true probabilities."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chains import ask, chain, policy_of, prompt, tokens, written
+from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
+
+from gspo import InputError, RunError
+from gspo.config import Model, Sampling
+from gspo.engines import local
+from gspo.engines.engine import Engine, Request
+from gspo.engines.local import LocalEngine
+from gspo.models.attention import Packed
+from gspo.models.heads import trained_logprobs
+from gspo.models.load import Policy, load_policy
+from gspo.types import Group, Stop
+
+PROMPTS = [[5, 9, 20], [7], [11, 30, 12, 33, 14, 15, 40, 41, 42], [8, 8], [21, 22, 23, 24, 25]]
+
+
+def mistral() -> Policy:
+    """Every layer sees 4 tokens."""
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    config = MistralConfig(vocab_size=58, sliding_window=4, initializer_range=0.3, max_position_embeddings=512, **shape)
+    torch.manual_seed(0)
+    return policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64), (2,))
+
+
+def named(name: str, dtype: str = "float64") -> Policy:
+    """A tiny model with weights ten times as large, so that what it sees matters to what it says."""
+    policy = load_policy(Model(name=name, dtype=dtype))
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            if p.ndim > 1:
+                p.mul_(10)
+    return policy
+
+
+POLICIES = {"llama": lambda: named("tiny-dense"), "qwen3_moe": lambda: named("tiny-moe"), "mistral": mistral}
+
+
+def answers(policy: Policy, requests: list[Request], seed: int = 0, **sampling: Any) -> list[Group]:
+    engine: Engine = LocalEngine(policy, Sampling(**{"max_new_tokens": 12, **sampling}), seed=seed)
+    for request in requests:
+        engine.submit(request)
+    return list(engine.collect())
+
+
+def requests(count: int = 5, **keys: Any) -> list[Request]:
+    return [ask(ids, count, ordinal=i, **keys) for i, ids in enumerate(PROMPTS)]
+
+
+# ------------------------------------------------------------------------------ scheduling
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_tokens_do_not_depend_on_scheduling(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = POLICIES[kind]()
+    expected = tokens(answers(policy, requests()))
+    assert len(expected) == 25
+    assert len({tuple(ids) for ids in expected.values()}) > 20
+    assert any(len(ids) < 12 for ids in expected.values())
+    for rows in (1, 3, 7, 24):
+        assert tokens(answers(policy, requests(), max_rows=rows)) == expected, rows
+    assert tokens(answers(policy, requests()[::-1], max_rows=6)) == expected
+    alone = [group for request in requests() for group in answers(policy, [request])]
+    assert tokens(alone) == expected
+    monkeypatch.setattr(local, "_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(local, "_CACHE_TOKENS", 60)
+    assert tokens(answers(policy, requests(), max_rows=16)) == expected
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_greedy_is_the_argmax_of_the_stock_model(kind: str) -> None:
+    policy = POLICIES[kind]()
+    found = tokens(answers(policy, requests(count=2, greedy=True), max_rows=4))
+    policy.model.set_attn_implementation("sdpa")
+    for (ordinal, _), ids in found.items():
+        seen = torch.tensor(PROMPTS[ordinal])
+        for token in ids:
+            logits = policy.model(input_ids=seen[None], use_cache=False).logits[0, -1]
+            assert token == int(logits.argmax())
+            seen = torch.cat([seen, torch.tensor([token])])
+
+
+def test_a_rollout_depends_on_its_key_alone() -> None:
+    policy = named("tiny-dense")
+    first = tokens(answers(policy, [ask([5, 6], 8, ordinal=3)]))
+    assert tokens(answers(policy, [ask([5, 6], 3, ordinal=3)])) == {key: first[key] for key in list(first)[:3]}
+    others = [
+        tokens(answers(policy, [ask([5, 6], 8, ordinal=4)])),
+        tokens(answers(policy, [ask([5, 6], 8, ordinal=3, stream=1)])),
+        tokens(answers(policy, [ask([5, 6], 8, ordinal=3)], seed=1)),
+    ]
+    for other in others:
+        assert all(a != b for a, b in zip(first.values(), other.values(), strict=True))
+
+
+def test_groups_come_as_they_finish_and_whole() -> None:
+    """Ordinal 0 writes to the limit, ordinal 1 stops at once; both keep the order of their answers."""
+    policy = chain({5: {5: 1.0}, 6: {2: 1.0}}, stop_ids=(2,))
+    groups = answers(policy, [ask([5], 3, ordinal=0), ask([6], 3, ordinal=1)], max_rows=4)
+    assert [g.ordinal for g in groups] == [1, 0]
+    assert [[r.index for r in g.rollouts] for g in groups] == [[0, 1, 2]] * 2
+
+
+# ------------------------------------------------------------------------------ probabilities
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_logprobs_are_the_trainers(name: str) -> None:
+    """Unchanged weights, temperature 0.6: the two sides differ by rounding only (huggingface/trl#4159)."""
+    policy = named(name, "float32")
+    groups = answers(policy, requests(), temperature=0.6, max_rows=7)
+    rows = [(g.prompt.token_ids, r.segments[0]) for g in groups for r in g.rollouts]
+    packed = [torch.from_numpy(np.concatenate([ids, s.token_ids])) for ids, s in rows]
+    starts = np.cumsum([0, *(len(x) for x in packed[:-1])])
+    source_N = torch.cat(
+        [
+            torch.arange(len(ids) - 1, len(x) - 1) + start
+            for (ids, _), x, start in zip(rows, packed, starts, strict=True)
+        ]
+    )
+    tokens_T = torch.cat(packed)
+    logprob_N, _ = trained_logprobs(
+        policy.model,
+        tokens_T=tokens_T,
+        position_T=torch.cat([torch.arange(len(x)) for x in packed]),
+        layout=Packed([len(x) for x in packed]),
+        source_N=source_N,
+        target_N=tokens_T[source_N + 1],
+        temperature=0.6,
+    )
+    found = np.concatenate([s.logprobs for _, s in rows])
+    assert found.dtype == np.float32
+    assert float(np.abs(found - logprob_N.detach().numpy()).max()) < 1e-4
+    assert found.min() < -2
+
+
+def test_sampling_follows_the_distribution() -> None:
+    p = {4: 0.5, 5: 0.3, 6: 0.15, 7: 0.05}
+    groups = answers(
+        chain({3: p}, stop_ids=(2,)), [ask([3], 2000, ordinal=i) for i in range(2)], max_new_tokens=1, max_rows=512
+    )
+    drawn = [(written(r)[0], float(r.segments[0].logprobs[0])) for g in groups for r in g.rollouts]
+    counts = Counter(token for token, _ in drawn)
+    assert set(counts) == set(p)
+    for token, probability in p.items():
+        assert abs(counts[token] - 4000 * probability) < 4 * (4000 * probability * (1 - probability)) ** 0.5
+    for token, logprob in drawn:
+        assert logprob == pytest.approx(np.log(p[token]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "support"), [({"top_k": 2}, {4: 0.625, 5: 0.375}), ({"top_p": 0.81}, {4: 10 / 19, 5: 6 / 19, 6: 3 / 19})]
+)
+def test_truncation_renormalises(keys: dict[str, Any], support: dict[int, float]) -> None:
+    policy = chain({3: {4: 0.5, 5: 0.3, 6: 0.15, 7: 0.05}}, stop_ids=(2,))
+    (group,) = answers(policy, [ask([3], 200)], max_new_tokens=1, **keys)
+    seen = {written(r)[0]: float(r.segments[0].logprobs[0]) for r in group.rollouts}
+    assert seen == pytest.approx({token: np.log(p) for token, p in support.items()}, abs=1e-6)
+
+
+def test_a_checkpoints_sampling_values_change_nothing(tmp_path: Path) -> None:
+    policy = load_policy(Model(name="tiny-dense", dtype="float64"))
+    policy.model.generation_config = GenerationConfig(
+        do_sample=True, top_k=1, temperature=0.1, top_p=0.5, repetition_penalty=1.3, eos_token_id=2
+    )
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    again = load_policy(Model(name=str(tmp_path), dtype="float64"))
+    assert again.model.generation_config.top_k == 1
+    assert tokens(answers(again, requests())) == tokens(answers(policy, requests()))
+    described = LocalEngine(again, Sampling(), seed=0).describe()
+    assert (described["temperature"], described["top_k"], described["top_p"], described["stop_ids"]) == (
+        1.0,
+        0,
+        1.0,
+        [2],
+    )
+
+
+# ------------------------------------------------------------------------------ ends
+
+
+def test_masks_and_ends_come_from_what_was_sampled() -> None:
+    """verl-project/verl#212, huggingface/trl#4970: pad = eos = 2, stop ids {2, 9}, at most 4 tokens."""
+    table = {3: {7: 0.7, 2: 0.3}, 7: {8: 0.6, 9: 0.4}, 8: {2: 0.5, 6: 0.5}, 6: {5: 1.0}}
+    (group,) = answers(chain(table, stop_ids=(2, 9)), [ask([3], 64)], max_new_tokens=4)
+    ends = {(7, 8, 2): Stop.EOS, (7, 9): Stop.EOS, (7, 8, 6, 5): Stop.LENGTH, (2,): Stop.EOS}
+    assert {tuple(written(r)): r.stop for r in group.rollouts} == ends
+    for r in group.rollouts:
+        assert r.segments[0].policy_mask.tolist() == [True] * len(written(r))
+        assert r.policy_tokens == len(written(r))
+
+
+def test_the_pad_token_may_stand_in_an_answer() -> None:
+    (group,) = answers(chain({3: {7: 1.0}, 7: {2: 1.0}, 2: {8: 1.0}, 8: {9: 1.0}}, stop_ids=(9,)), [ask([3], 1)])
+    (rollout,) = group.rollouts
+    assert (written(rollout), rollout.stop) == ([7, 2, 8, 9], Stop.EOS)
+
+
+def test_text_leaves_special_tokens_out() -> None:
+    policy = chain({3: {40: 1.0}, 40: {41: 1.0}, 41: {2: 1.0}}, stop_ids=(2,), vocabulary=58)
+    (group,) = answers(policy, [ask([3], 1)])
+    assert group.rollouts[0].text == policy.tokenizer.decode([40, 41])
+    assert written(group.rollouts[0]) == [40, 41, 2]
+
+
+# ------------------------------------------------------------------------------ weights
+
+
+def test_new_weights_are_used_after_load() -> None:
+    """NVIDIA-NeMo/RL#4018, vllm-project/vllm#9744: an engine that goes on with what it remembers of the old ones."""
+    policy = chain({5: {6: 0.9, 7: 0.1}, 6: {8: 0.9, 5: 0.1}}, stop_ids=(2,), dtype=torch.bfloat16)
+    engine = LocalEngine(policy, Sampling(max_new_tokens=8), seed=0)
+    engine.submit(ask([4, 5], 1, greedy=True))
+    (before,) = engine.collect()
+    with torch.no_grad():
+        policy.model.lm_head.weight.neg_()
+    engine.load(policy.model.named_parameters(), version=1)
+    engine.submit(ask([4, 5], 1, greedy=True))
+    (after,) = engine.collect()
+    (fresh,) = answers(policy, [ask([4, 5], 1, greedy=True)], max_new_tokens=8)
+    assert tokens([after]) == tokens([fresh])
+    assert written(before.rollouts[0])[:2] == [6, 8]
+    assert written(after.rollouts[0])[0] not in (6, 7)
+    assert [g.rollouts[0].versions for g in (before, after)] == [(0, 0), (1, 1)]
+
+
+def test_weights_cannot_change_under_answers_being_written() -> None:
+    engine = LocalEngine(named("tiny-dense"), Sampling(max_new_tokens=8, max_rows=1), seed=0)
+    for request in requests(count=1)[:2]:
+        engine.submit(request)
+    groups = engine.collect()
+    next(groups)
+    engine.load([], version=1)  # between two answers, with one row, nothing is being written
+    assert next(groups).rollouts[0].versions == (1, 1)
+    engine = LocalEngine(chain({5: {5: 1.0}, 6: {2: 1.0}}, stop_ids=(2,)), Sampling(max_new_tokens=8), seed=0)
+    engine.submit(ask([5], 1))
+    engine.submit(ask([6], 1, ordinal=1))
+    next(engine.collect())
+    with pytest.raises(RunError, match="while 1 answers were being written"):
+        engine.load([], version=1)
+
+
+def test_sampling_leaves_the_model_trainable() -> None:
+    policy = named("tiny-dense")
+    answers(policy, requests(count=1))
+    ids = torch.tensor([[5, 6, 7]])
+    policy.model(input_ids=ids, layout=Packed([3]), use_cache=False).logits.sum().backward()
+    assert all(p.grad is not None for p in policy.model.parameters())
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+def test_weights_that_are_not_finite_stop_the_run_by_name() -> None:
+    policy = named("tiny-dense")
+    with torch.no_grad():
+        policy.model.model.norm.weight[3] = float("nan")
+    engine = LocalEngine(policy, Sampling(), seed=0)
+    engine.load([], version=4)
+    engine.submit(Request(prompt(17, 5, 6), ordinal=0, count=2))
+    with pytest.raises(RunError, match=r"row 17, answer 0: weights version 4"):
+        list(engine.collect())
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused() -> None:
+    engine = LocalEngine(chain({}, stop_ids=(2,)), Sampling(max_new_tokens=500), seed=0)
+    engine.submit(ask([3] * 12, 1))
+    with pytest.raises(InputError, match="row 0: a prompt of 13 tokens"):
+        engine.submit(ask([3] * 13, 1))
+
+
+def test_a_request_for_no_answers_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 answers"):
+        ask([3], 0)
