@@ -173,11 +173,14 @@ def test_every_key_has_a_doc_line_and_the_budget_holds():
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
-    tree = config.dump(config.load(None))
+    tree = config.dump(config.load(None, ["eval.reward=exact"]))
     for name in dict(config.fields()):
         value = tree
         for part in name.split("."):
             value = value[part]
+        if name.startswith("eval.reward"):
+            assert config.load(None, ["eval.reward=exact"], {name: value}) == config.load(None, ["eval.reward=exact"])
+            continue
         assert config.load(None, None, {name: value}) == config.load(None), name
 
 
@@ -202,3 +205,32 @@ def test_reading_settings_loads_no_torch():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_a_bare_value_stands_for_its_section_at_any_depth():
+    run = config.load(None, ["eval.reward=boxed", "eval.reward.answer=gold"])
+    assert (run.eval.reward.function, run.eval.reward.answer) == ("boxed", "gold")
+
+
+@pytest.mark.parametrize("text", [r"#\d+", "Be brief. #1 rule", "a: b", "[0-9]", "1e5", "yes"])
+def test_text_on_the_command_line_is_taken_as_it_stands(text):
+    run = config.load(None, ["reward=regex", f"reward.pattern={text}", f"data.system={text}", f"model={text}"])
+    assert (run.reward.pattern, run.data.system, run.model.name) == (text, text, text)
+
+
+def test_null_on_the_command_line_is_nothing():
+    assert config.load(None, ["data.system=null", "eval.reward=null", "dir=null"]) == config.load(None)
+
+
+def test_a_switch_is_no_number():
+    with pytest.raises(InputError, match="steps: expected a value, found true"):
+        config.load(None, ["steps=true"])
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("optimizer.steps=3", "'steps'"), ("evl.every=1", "'eval'"), ("eval.reward.patern=x", "'eval.reward.pattern'")],
+)
+def test_the_nearest_name_is_the_one_that_was_meant(word, near):
+    with pytest.raises(InputError, match=f"did you mean {near}"):
+        config.load(None, [word])
