@@ -30,7 +30,9 @@ def policy() -> Policy:
 def sampled() -> Callable[..., list[Group]]:
     """Groups that the policy itself sampled, with rewards that differ inside each."""
 
-    def sample(policy: Policy, prompts: int = 4, answers: int = 4, tokens: int = 6, temperature: float = 1.0) -> list[Group]:
+    def sample(
+        policy: Policy, prompts: int = 4, answers: int = 4, tokens: int = 6, temperature: float = 1.0
+    ) -> list[Group]:
         engine = LocalEngine(policy, config.Sampling(max_new_tokens=tokens, temperature=temperature), seed=1)
         for row in range(prompts):
             text = f"what is {row} + {row}?"

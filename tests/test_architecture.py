@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import gspo
-from gspo import config
+from gspo import settings
 
 PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "config", "machine", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "batch", "learner", "evaluate", "journal", "store", "console", "job", "loop", "cli",
+    "errors", "types", "presets", "config", "settings", "machine", "algorithms", "models", "tasks", "rewards", "engines",
+    "rollout", "batch", "stats", "learner", "evaluate", "journal", "store", "console", "job", "loop", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")
@@ -74,7 +74,9 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
             assert not compared & names, f"{path.name}:{node.lineno} compares a name with {compared & names}"
 
 
-@pytest.mark.parametrize("words", [["-c", "import gspo"], ["-m", "gspo.cli", "--help"], ["-m", "gspo.cli", "train", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["-c", "import gspo"], ["-m", "gspo.cli", "--help"], ["-m", "gspo.cli", "train", "--help"]]
+)
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:
     """vllm, flash-attn, ray and wandb are not installed here either: huggingface/trl#4617, #3304."""
     probe = f"import sys, atexit; atexit.register(lambda: print('LOADED', [m for m in {HEAVY} if m in sys.modules]))"
@@ -93,6 +95,6 @@ def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> No
 
 
 def test_every_key_has_a_doc_line_and_there_are_few() -> None:
-    keys = list(config.fields())
+    keys = list(settings.fields())
     assert len(keys) <= 80
     assert not [name for name, doc in keys if not doc]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -118,16 +120,24 @@ def test_an_answer_over_the_budget_runs_alone() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    answers=st.lists(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 6)), min_size=2, max_size=5), min_size=1, max_size=5),
+    answers=st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 6)), min_size=2, max_size=5),
+        min_size=1,
+        max_size=5,
+    ),
     budget=st.integers(1, 40),
 )
 def test_the_plan_covers_every_sequence_once(answers: list[list[tuple[float, int]]], budget: int) -> None:
     groups = [group(i, [(r, list(range(n))) for r, n in part]) for i, part in enumerate(answers)]
     row = GSPO.model_copy(update={"updates_per_step": 1})
     for batch in make_batches(groups, row, budget):
-        for of, total in (("token", len(batch.tokens_T)), ("trained", len(batch.target_N)), ("sequence", len(batch.length_S))):
+        for of, total in (
+            ("token", len(batch.tokens_T)),
+            ("trained", len(batch.target_N)),
+            ("sequence", len(batch.length_S)),
+        ):
             slices = [getattr(m, of) for m in batch.plan]
             assert slices[0].start == 0
             assert slices[-1].stop == total
-            assert all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False))
+            assert all(a.stop == b.start for a, b in pairwise(slices))
         assert all(sum(m.lengths) <= budget or len(m.lengths) == 1 for m in batch.plan)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gspo
-from gspo import config
+from gspo import settings
 from gspo.console import plan, sparkline
 
 Line = dict[str, Any]
@@ -52,7 +52,16 @@ def test_a_run_leaves_what_others_can_read(tmp_path: Path) -> None:
     folder = result.folder
     lines = journal(folder)
     assert [line["step"] for line in lines] == [1, 2, 3]
-    fixed = ("reward/mean", "groups/signal", "groups/total", "clip/rows", "parity/mean", "parity/max", "parity/signed", "grad_norm")
+    fixed = (
+        "reward/mean",
+        "groups/signal",
+        "groups/total",
+        "clip/rows",
+        "parity/mean",
+        "parity/max",
+        "parity/signed",
+        "grad_norm",
+    )
     assert all(isinstance(line[key], int | float) for line in lines for key in fixed)
     assert all(line["parity/max"] < 1e-4 for line in lines)
     assert isinstance(lines[-1]["eval/reward"], float)
@@ -65,7 +74,7 @@ def test_a_run_leaves_what_others_can_read(tmp_path: Path) -> None:
     prompt = tokenizer("user: what is 1 + 2?", return_tensors="pt").input_ids
     assert model(prompt).logits.isfinite().all()
 
-    run = config.load(folder / "run.yaml")
+    run = settings.load(folder / "run.yaml")
     assert (run.steps, run.algorithm.name, run.sampling.temperature) == (3, "gspo", 1.0)
     assert "sha256" in (folder / "run.yaml").read_text()
 
@@ -124,7 +133,10 @@ def test_a_half_written_checkpoint_is_never_picked(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path: Path) -> None:
     folder = tiny(
-        tmp_path / "run", steps=4, checkpoint={"every": 1, "keep": 1}, eval={"every": 1, "limit": 8, "reward": worse_each_time()}
+        tmp_path / "run",
+        steps=4,
+        checkpoint={"every": 1, "keep": 1},
+        eval={"every": 1, "limit": 8, "reward": worse_each_time()},
     ).folder
     assert (folder / "best").resolve().name == "00000001"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["00000001", "00000004"]
@@ -160,7 +172,7 @@ def test_a_row_of_ones_own_runs_like_ours(tmp_path: Path) -> None:
     )  # fmt: skip
     folder = tiny(tmp_path / "run", algorithm=row).folder
     assert [line["updates/done"] for line in journal(folder)] == [2, 2, 2]
-    assert config.load(folder / "run.yaml").algorithm == row
+    assert settings.load(folder / "run.yaml").algorithm == row
 
 
 def test_rows_from_python_with_their_own_held_out_rows(tmp_path: Path) -> None:
@@ -177,9 +189,15 @@ def test_rows_from_python_with_their_own_held_out_rows(tmp_path: Path) -> None:
     assert result.last_reward is not None
 
 
-def test_one_update_a_step_is_said_to_make_clipping_inactive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_update_a_step_is_said_to_make_clipping_inactive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gspo_run, grpo_run = (
-        tiny(tmp_path / name, algorithm={"name": name, "updates_per_step": 1}, model={"name": "tiny-dense", "dtype": "float64"})
+        tiny(
+            tmp_path / name,
+            algorithm={"name": name, "updates_per_step": 1},
+            model={"name": "tiny-dense", "dtype": "float64"},
+        )
         for name in ("gspo", "grpo")
     )
     assert "clipping is inactive, and GSPO equals GRPO" in capsys.readouterr().out
@@ -225,7 +243,7 @@ def test_top_p_is_said_to_open_a_gap(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_plan_says_the_batch_once() -> None:
-    run = config.load(None, ["prompts_per_step=3", "group_size=5", "algorithm.updates_per_step=1", "steps=7"])
+    run = settings.load(None, ["prompts_per_step=3", "group_size=5", "algorithm.updates_per_step=1", "steps=7"])
     assert plan(run).startswith("3 prompts x 5 answers = 15 rollouts a step; 1 update of 15 answers")
 
 
@@ -237,7 +255,9 @@ def test_the_sparkline_spans_its_values() -> None:
 def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["train", "tiny", f"dir={folder}", "steps=100000", "threads=1", "checkpoint.every=0", "eval.every=0"]
-    process = subprocess.Popen([sys.executable, "-m", "gspo.cli", *words], stdout=subprocess.PIPE, text=True, env={**os.environ})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gspo.cli", *words], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
     deadline = time.monotonic() + 120
     while not (folder / "journal.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -54,16 +54,15 @@ def train(
     rows = None if data is None or isinstance(data, str | Mapping) else list(data)
     given = {**keys, **({"data": data} if data is not None and rows is None else {})}
 
-    from gspo import config
     from gspo.job import build, resumed_run
     from gspo.loop import train as loop
 
     if resume is None:
-        run = config.load(recipe, keys=given)
+        run = settings.load(recipe, keys=given)
         return loop(build(run, rows=rows, eval_rows=eval_data))
     folder = Path(resume)
     reward = given.pop("reward", None)
     run = resumed_run(folder, [f"{k}={v}" for k, v in given.items()])
     if reward is not None:
-        run = config.check({**config.dump(run), "reward": reward}, where=str(folder))
+        run = settings.check({**settings.dump(run), "reward": reward}, where=str(folder))
     return loop(build(run, rows=rows, eval_rows=eval_data, resume=folder))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,9 @@ def _tokens(group: Group, rollout: Rollout) -> int:
 def _flatten(group: Group, rollout: Rollout) -> _Sequence:
     for i, segment in enumerate(rollout.segments):
         if segment.parent != (i - 1 if i else None):
-            raise RunError(f"row {group.prompt.row}, answer {rollout.index}: its history branches, which batches cannot hold yet")
+            raise RunError(
+                f"row {group.prompt.row}, answer {rollout.index}: its history branches, which batches cannot hold yet"
+            )
     prompt = group.prompt.token_ids
     mask = np.concatenate([s.policy_mask for s in rollout.segments])
     return _Sequence(
@@ -194,5 +197,5 @@ def _plan(lengths: list[int], trained: list[int], max_tokens: int) -> tuple[Micr
     token, target = np.cumsum([0, *lengths]), np.cumsum([0, *trained])
     return tuple(
         Microbatch(slice(token[a], token[b]), slice(target[a], target[b]), slice(a, b), tuple(lengths[a:b]))
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     )

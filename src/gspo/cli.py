@@ -14,25 +14,25 @@ from typing import Annotated
 
 import typer
 
-from gspo import __version__, config, machine
+from gspo import __version__, machine, settings
 from gspo.errors import InputError, RunError
 
 
 def _keys_help() -> str:
     """All keys by section, from the doc lines of the configuration."""
     lines, section = [], None
-    for name, doc in config.fields():
+    for name, doc in settings.fields():
         if (head := name.rpartition(".")[0]) != section:
             section = head
             lines.append(f"\n\n**{section or 'run'}**\n")
-        lines.append(f"\n- {name}: {doc}")
-    return "".join(lines)
+        lines.append(f"\n- {name} = {settings.default(name)}: {doc}")
+    return "".join(lines).replace("<", "‹").replace(">", "›")  # markdown would take them for tags
 
 
 _SETTINGS = f"""
 Settings are written key=value and laid over the recipe: `steps=20 algorithm=grpo optimizer.learning_rate=1e-5`.
 A bare value replaces a section: `algorithm=grpo`, `model=Qwen/Qwen3-0.6B`, `data=my.jsonl`, `reward=my.py:judge`.
-Built-in recipes: {", ".join(config.recipes())}.
+Built-in recipes: {", ".join(settings.recipes())}.
 """
 
 app = typer.Typer(
@@ -66,9 +66,11 @@ def train(
     if resume is not None and recipe is not None:
         words = [recipe, *words]
     elif resume is None and (recipe is None or "=" in recipe):
-        raise InputError(f"gspo train RECIPE [key=value ...]: a recipe is missing. Built-in: {', '.join(config.recipes())}")
+        raise InputError(
+            f"gspo train RECIPE [key=value ...]: a recipe is missing. Built-in: {', '.join(settings.recipes())}"
+        )
     machine.prepare()
-    run = None if resume is not None else config.load(recipe, words)
+    run = None if resume is not None else settings.load(recipe, words)
 
     from gspo.job import build, resumed_run
     from gspo.loop import train as loop
@@ -99,7 +101,7 @@ def evaluate(
     words: Words = None,
 ) -> None:
     machine.prepare()
-    run = config.load(recipe, [*(words or []), f"model.name={model}"])
+    run = settings.load(recipe, [*(words or []), f"model.name={model}"])
 
     from gspo.job import evaluate_model
 

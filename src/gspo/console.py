@@ -58,7 +58,10 @@ class Console:
             f"left {_duration(self._left(m['step']))}",
         ]
         if "eval/reward" in m:
-            parts.insert(2, f"held-out {_number(m['eval/reward'], '.3f')} ({_number(m['eval/reward_low'], '.2f')}-{_number(m['eval/reward_high'], '.2f')})")
+            parts.insert(
+                2,
+                f"held-out {_number(m['eval/reward'], '.3f')} ({_number(m['eval/reward_low'], '.2f')}-{_number(m['eval/reward_high'], '.2f')})",
+            )
         self.say("  ".join(parts))
         said = (m["verdict/kind"], m["verdict/warning"])
         if said != self._said and said[0] != "learning":  # a state is said when it begins, not at each step of it

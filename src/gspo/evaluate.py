@@ -48,13 +48,21 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], reward: RewardFunction, *, samples: int = 1, pass_at: float = 1.0, greedy: bool = False
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    reward: RewardFunction,
+    *,
+    samples: int = 1,
+    pass_at: float = 1.0,
+    greedy: bool = False,
 ) -> tuple[Evaluation, list[Group]]:
     """Answer and judge every prompt; greedy takes the likeliest token and one sample."""
     samples = 1 if greedy else samples
     requests = [Request(prompt=p, ordinal=p.row, count=samples, stream=EVAL_STREAM, greedy=greedy) for p in prompts]
     groups = rollout(engine, requests, reward)
-    rewards = [[r.reward.value for r in g.judged if r.reward is not None and r.reward.value is not None] for g in groups]
+    rewards = [
+        [r.reward.value for r in g.judged if r.reward is not None and r.reward.value is not None] for g in groups
+    ]
     judged = [np.array(values) for values in rewards if values]
     means = np.array([values.mean() for values in judged])
     passed = np.array([(values >= pass_at).any() for values in judged])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from gspo import __version__, config, presets, store
+from gspo import __version__, presets, settings, store
 from gspo.batch import Batch, make_batches
 from gspo.config import Run
 from gspo.console import Console, plan
@@ -28,11 +28,12 @@ from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.journal import Journal, Metrics, StepOutcome
-from gspo.learner import Learner, Objective, UpdateStats, cast, policy_objective
+from gspo.learner import Learner, Objective, cast, policy_objective
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy, load_tokenizer
 from gspo.rewards.load import RewardFunction, load_reward
 from gspo.rollout import rollout
+from gspo.stats import UpdateStats
 from gspo.store import Progress, Store
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
 from gspo.tasks.render import render
@@ -125,7 +126,9 @@ class Job:
         with self._timed("publish"):
             self.engine.load(self.learner.weights(), version=step)
 
-    def record(self, step: int, groups: Sequence[Group], batches: Sequence[Batch], updates: Sequence[UpdateStats]) -> Metrics:
+    def record(
+        self, step: int, groups: Sequence[Group], batches: Sequence[Batch], updates: Sequence[UpdateStats]
+    ) -> Metrics:
         """Evaluate if it is due, then write and show the step."""
         evaluations = self._evaluations(step)
         outcome = StepOutcome(
@@ -142,7 +145,9 @@ class Job:
         self._seconds = {}
         self.console.step(metrics)
         last = metrics.get("eval/reward", self.progress.last_reward)
-        self.progress = replace(self.progress, step=step, updates=self.learner.updates, position=self.sampler.position, last_reward=last)
+        self.progress = replace(
+            self.progress, step=step, updates=self.learner.updates, position=self.sampler.position, last_reward=last
+        )
         return metrics
 
     def save_if_due(self, metrics: Metrics) -> None:
@@ -178,10 +183,14 @@ class Job:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
         e, inputs = self.run.eval, self.inputs
         with self._timed("eval"):
-            found, _ = evaluate(self.engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at)
+            found, _ = evaluate(
+                self.engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at
+            )
             measured = {"eval": found}
             if e.greedy:
-                measured["eval/greedy"], _ = evaluate(self.engine, inputs.held_out, inputs.held_out_reward, pass_at=e.pass_at, greedy=True)
+                measured["eval/greedy"], _ = evaluate(
+                    self.engine, inputs.held_out, inputs.held_out_reward, pass_at=e.pass_at, greedy=True
+                )
         return measured
 
     def measure_start(self) -> None:
@@ -191,7 +200,9 @@ class Job:
         reward = self.measure()["eval"].reward
         self._seconds = {}
         self.progress = replace(self.progress, start_reward=reward.value, last_reward=reward.value)
-        self.console.say(f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) on {len(self.inputs.held_out)} prompts")
+        self.console.say(
+            f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) on {len(self.inputs.held_out)} prompts"
+        )
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -219,7 +230,9 @@ class Job:
                 signal.signal(each, handler)
 
 
-def build(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None, resume: Path | None = None) -> Job:
+def build(
+    run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None, resume: Path | None = None
+) -> Job:
     """Check the inputs, load the weights, join the parts. With `resume`, from its newest complete checkpoint.
 
     Raises:
@@ -234,12 +247,16 @@ def build(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Ro
     threads = set_threads(run.threads)
     for note in (*presets.advice(run.algorithm), *_sampling_advice(run), *inputs.notes):
         console.say(f"note: {note}")
-    policy = load_policy(run.model if checkpoint is None else run.model.model_copy(update={"name": str(checkpoint), "revision": None}))
+    policy = load_policy(
+        run.model if checkpoint is None else run.model.model_copy(update={"name": str(checkpoint), "revision": None})
+    )
     console.say(f"{policy.announcement}; {threads} threads")
     learner = _learner(run, policy)
     if checkpoint is not None:
         learner.restore(store.read_moments(checkpoint), progress.updates)
-        console.say(f"resumed from {checkpoint}: weights, optimizer ({progress.updates} updates), position {progress.position} in the data")
+        console.say(
+            f"resumed from {checkpoint}: weights, optimizer ({progress.updates} updates), position {progress.position} in the data"
+        )
     engine = LocalEngine(policy, run.sampling, run.seed)
     engine.load(learner.weights(), version=progress.step)
     console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
@@ -264,7 +281,9 @@ def build(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Ro
 def _new_folder(run: Run) -> Path:
     folder = Path(run.dir or "runs/run")
     if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"dir={folder}: there is a run in this folder. Continue it with `gspo train --resume {folder}`, or choose another dir")
+        raise InputError(
+            f"dir={folder}: there is a run in this folder. Continue it with `gspo train --resume {folder}`, or choose another dir"
+        )
     return folder
 
 
@@ -319,8 +338,10 @@ def resumed_run(folder: Path, words: Sequence[str]) -> Run:
     store.latest(folder)
     other = [word for word in words if word.partition("=")[0] != "steps"]
     if other:
-        raise InputError(f"--resume continues the run in {folder} as it was configured; {other[0]!r} would make it another run. Only steps can be changed")
-    return config.load(folder / "run.yaml", [f"dir={folder}", *words])
+        raise InputError(
+            f"--resume continues the run in {folder} as it was configured; {other[0]!r} would make it another run. Only steps can be changed"
+        )
+    return settings.load(folder / "run.yaml", [f"dir={folder}", *words])
 
 
 def evaluate_model(run: Run) -> Iterator[str]:
@@ -339,7 +360,9 @@ def evaluate_model(run: Run) -> Iterator[str]:
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:
-        found, _ = evaluate(engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy)
+        found, _ = evaluate(
+            engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
+        )
         name, k = "greedy" if greedy else "sampled", found.samples
         yield f"{name} reward, avg@{k}: {found.reward.value:.3f} (95 % interval {found.reward.low:.3f} to {found.reward.high:.3f}) on {found.rows} prompts"
         yield f"{name} pass@{k}: {found.pass_at_k.value:.3f} ({found.pass_at_k.low:.3f} to {found.pass_at_k.high:.3f}); {found.length:.1f} tokens an answer; {found.unjudged} prompts unjudged"

@@ -19,8 +19,8 @@ from gspo.algorithms.health import verdict
 from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, has_baseline, has_signal
 from gspo.evaluate import Evaluation
-from gspo.learner import Parity, UpdateStats, WeightChange
 from gspo.presets import Algorithm
+from gspo.stats import Parity, UpdateStats, WeightChange
 from gspo.types import Group, Rollout, Status, Stop
 
 FORMAT = 1
@@ -85,7 +85,9 @@ class Journal:
         with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
             for group in outcome.groups:
                 for r in group.rollouts:
-                    file.write(_line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode())
+                    file.write(
+                        _line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode()
+                    )
 
     def _set_aside(self, after: int) -> None:
         lines = read(self._path)

@@ -18,63 +18,13 @@ from torch import Tensor, nn
 from gspo import config
 from gspo.algorithms.advantages import advantages, token_weights
 from gspo.algorithms.losses import PolicyInputs, Tally, kl_term, policy_loss
-from gspo.algorithms.segments import segment_mean, segment_sum
+from gspo.algorithms.segments import segment_sum
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.errors import RunError
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.presets import Algorithm
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Distance between the engine's and the trainer's log-probabilities of the same tokens under the same weights."""
-
-    total: float = 0.0
-    largest: float = 0.0
-    tokens: int = 0
-    signed: float = 0.0
-    """Sum over sequences of the mean of log-probability trainer minus rollout."""
-    sequences: int = 0
-
-    def __add__(self, other: Parity) -> Parity:
-        return Parity(
-            self.total + other.total,
-            max(self.largest, other.largest),
-            self.tokens + other.tokens,
-            self.signed + other.signed,
-            self.sequences + other.sequences,
-        )
-
-
-@dataclass(frozen=True)
-class UpdateStats:
-    """What one optimizer update did."""
-
-    loss: float
-    grad_norm: float
-    """Before clipping to `optimizer.max_grad_norm`."""
-    learning_rate: float
-    entropy: float
-    """Mean over trained tokens, nats."""
-    trained_tokens: int
-    packed_tokens: int
-    sequences: int
-    """Denominators of the loss: S and N of the update."""
-    tokens: int
-    tally: Tally
-    parity: Parity
-
-
-@dataclass(frozen=True)
-class WeightChange:
-    """How far the masters moved since the last look, on a fixed sample of every tensor."""
-
-    changed: float
-    """Share of weights that are not what they were."""
-    relative: float
-    """Norm of the change over the norm of the weights."""
-
+from gspo.stats import Parity, UpdateStats, WeightChange, parity_of
 
 Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
 """(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
@@ -229,7 +179,7 @@ class Learner:
         loss_sum, entropy_sum, tally, parity = 0.0, 0.0, Tally(), Parity()
         for micro in batch.plan:
             logprob_N, entropy_N = self._forward(self.model, batch, micro)
-            parity += _parity(logprob_N.detach(), batch, micro) if self._at_rollout_weights(batch) else Parity()
+            parity += parity_of(logprob_N.detach(), batch, micro) if self._at_rollout_weights(batch) else Parity()
             loss, micro_tally = objective(logprob_N, entropy_N, batch, micro)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -279,7 +229,7 @@ class Learner:
     def _parity_of_old_pass(self, batch: Batch) -> Parity:
         if batch.old_logprob_N is None:
             return Parity()
-        return sum((_parity(batch.old_logprob_N[micro.trained], batch, micro) for micro in batch.plan), Parity())
+        return sum((parity_of(batch.old_logprob_N[micro.trained], batch, micro) for micro in batch.plan), Parity())
 
     def _step(self, tally: Tally) -> float:
         parameters = list(self.masters.values())
@@ -325,7 +275,9 @@ class Learner:
         before, self._sample = self._sample, self._sampled_masters()
         moved = sum(int((a != b).sum()) for a, b in zip(before, self._sample, strict=True))
         entries = sum(a.numel() for a in before)
-        distance = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(before, self._sample, strict=True)))
+        distance = math.sqrt(
+            sum(float((a - b).double().square().sum()) for a, b in zip(before, self._sample, strict=True))
+        )
         size = math.sqrt(sum(float(a.double().square().sum()) for a in before))
         return WeightChange(changed=moved / entries, relative=distance / size if size else 0.0)
 
@@ -346,16 +298,25 @@ class Learner:
         """Every tensor of the model's state, masters in the place of their working copies."""
         owner = {id(p): name for name, p in self.model.named_parameters()}
         tied = {name: owner[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
-        return {name: self.masters[tied[name]].detach() if tied.get(name) in self.masters else tensor for name, tensor in self.model.state_dict().items()}
+        return {
+            name: self.masters[tied[name]].detach() if tied.get(name) in self.masters else tensor
+            for name, tensor in self.model.state_dict().items()
+        }
 
     def restore(self, moments: dict[str, Tensor], updates: int) -> None:
         """Optimizer and schedule as they were saved; the weights come with the model. Raises RunError if a moment is missing."""
         saved = {name.split(".", 1)[1] for name in moments}
         missing = [name for name in self.masters if name not in saved]
         if missing and updates:
-            raise RunError(f"the checkpoint has no optimizer state for {len(missing)} of {len(self.masters)} weights, {missing[0]} among them")
+            raise RunError(
+                f"the checkpoint has no optimizer state for {len(missing)} of {len(self.masters)} weights, {missing[0]} among them"
+            )
         names = list(self.masters)
-        slots = {i: {slot: moments[f"{slot}.{name}"] for slot in ("step", "exp_avg", "exp_avg_sq")} for i, name in enumerate(names) if updates}
+        slots = {
+            i: {slot: moments[f"{slot}.{name}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
+            for i, name in enumerate(names)
+            if updates
+        }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
         self.updates = updates
 
@@ -383,15 +344,3 @@ def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return hook
-
-
-def _parity(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:
-    gap_N = logprob_N.float() - batch.rollout_logprob_N[micro.trained]
-    gap_S = segment_mean(gap_N, batch.sequence_N[micro.trained] - micro.sequence.start, len(micro.lengths))
-    return Parity(
-        total=float(gap_N.abs().sum()),
-        largest=float(gap_N.abs().max()),
-        tokens=len(gap_N),
-        signed=float(gap_S.sum()),
-        sequences=len(micro.lengths),
-    )

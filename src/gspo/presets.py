@@ -74,7 +74,12 @@ class Algorithm(BaseModel):
     anchor: Literal["old", "rollout"] = "old"
     """Denominator of the ratio: the policy before the step as the trainer computes it, or as the engine sampled it."""
     correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_geometric_mask", "sequence_product_truncate", "sequence_product_mask"
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_geometric_mask",
+        "sequence_product_truncate",
+        "sequence_product_mask",
     ] = "none"
     """Weight for the mismatch rho = old/rollout: rho up to a cap, or rho inside a band and 0 outside, per token or for
     the product over the sequence; sequence_geometric_mask keeps (weight 1) or drops whole sequences by the geometric mean."""
@@ -94,6 +99,10 @@ class Algorithm(BaseModel):
         _check_correction(self)
         if self.length_constant is not None and self.aggregation != "constant":
             raise ValueError(f"length_constant has no effect with aggregation={self.aggregation}")
+        if (self.advantage_ddof, self.advantage_epsilon) != (1, 0.0) and not self.advantage.endswith("std"):
+            raise ValueError(
+                f"advantage_ddof and advantage_epsilon have no effect with advantage={self.advantage}, which divides by no deviation"
+            )
         return self
 
     @property
@@ -103,7 +112,12 @@ class Algorithm(BaseModel):
     @property
     def needs_signal(self) -> bool:
         """True if a group whose rewards all agree has no gradient, so that it need not be computed."""
-        return not self.needs_reference and self.advantage in ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
+        return not self.needs_reference and self.advantage in (
+            "group_mean_std",
+            "group_mean",
+            "leave_one_out",
+            "group_mean_batch_std",
+        )
 
 
 # What each gate reads: (required, optional). A parameter outside both has no effect and is refused.
@@ -129,7 +143,9 @@ def _check_gate(row: Algorithm) -> None:
             raise ValueError(f"gate={row.gate} needs {key}")
     for key in _ALL_GATE_KEYS:
         if getattr(row, key) is not None and key not in (*required, *optional):
-            raise ValueError(f"{key} has no effect with gate={row.gate}, which reads {', '.join((*required, *optional)) or 'nothing'}")
+            raise ValueError(
+                f"{key} has no effect with gate={row.gate}, which reads {', '.join((*required, *optional)) or 'nothing'}"
+            )
     ratio = _GATE_RATIOS.get(row.gate, row.ratio)
     if row.ratio != ratio:
         raise ValueError(f"gate={row.gate} is defined on ratio={ratio}, not on ratio={row.ratio}")
@@ -140,6 +156,8 @@ def _check_gate(row: Algorithm) -> None:
 
 def _check_kl(row: Algorithm) -> None:
     if not row.kl_coefficient:
+        if (row.kl_estimator, row.kl_in) != ("k3_corrected", "loss"):
+            raise ValueError("kl_estimator and kl_in have no effect with kl_coefficient=0")
         return
     if row.kl_in == "loss" and row.kl_estimator == "k1":
         raise ValueError(
@@ -147,7 +165,9 @@ def _check_kl(row: Algorithm) -> None:
             "Use kl_in=reward, or kl_estimator=k3_corrected"
         )
     if row.kl_in == "reward" and row.kl_estimator == "k3_corrected":
-        raise ValueError("kl_estimator=k3_corrected corrects a gradient, and a reward has none: use kl_estimator=k1 with kl_in=reward")
+        raise ValueError(
+            "kl_estimator=k3_corrected corrects a gradient, and a reward has none: use kl_estimator=k1 with kl_in=reward"
+        )
 
 
 def _check_correction(row: Algorithm) -> None:
@@ -157,9 +177,13 @@ def _check_correction(row: Algorithm) -> None:
             raise ValueError("correction_low and correction_high have no effect with correction=none")
         return
     if row.anchor == "rollout":
-        raise ValueError(f"correction={row.correction} weighs old/rollout, and with anchor=rollout the ratio holds that factor already: set anchor=old")
+        raise ValueError(
+            f"correction={row.correction} weighs old/rollout, and with anchor=rollout the ratio holds that factor already: set anchor=old"
+        )
     if row.gate == "minirl":
-        raise ValueError(f"correction={row.correction} weighs old/rollout, and gate=minirl weighs by pi/rollout already: set correction=none")
+        raise ValueError(
+            f"correction={row.correction} weighs old/rollout, and gate=minirl weighs by pi/rollout already: set correction=none"
+        )
     if row.correction_high is None:
         raise ValueError(f"correction={row.correction} needs correction_high")
     if row.correction.endswith("_mask") and row.correction_low is None:
@@ -243,8 +267,14 @@ def _check_name(row: Algorithm) -> None:
         value = getattr(row, key)
         if value != definition[key]:
             same = next((n for n, d in _ROWS.items() if all(getattr(row, k) == d[k] for k in _DEFINING)), None)
-            instead = f"algorithm={same} is exactly that" if same else "give the row a name of its own, with all of " + ", ".join(_DEFINING)
-            raise ValueError(f"{row.name} is defined by {key}={definition[key]} ({definition['source']}), and {_WHY[key]}. For {key}={value}: {instead}")
+            instead = (
+                f"algorithm={same} is exactly that"
+                if same
+                else "give the row a name of its own, with all of " + ", ".join(_DEFINING)
+            )
+            raise ValueError(
+                f"{row.name} is defined by {key}={definition[key]} ({definition['source']}), and {_WHY[key]}. For {key}={value}: {instead}"
+            )
 
 
 PRESETS: dict[str, Algorithm] = {name: Algorithm(name=name, **row) for name, row in _ROWS.items()}
@@ -288,5 +318,7 @@ def advice(row: Algorithm) -> list[str]:
             "answers with a negative advantage are clipped before any update. anchor=old avoids it."
         )
     if row.kl_coefficient and row.kl_in == "loss" and row.kl_estimator == "k3":
-        said.append("kl_estimator=k3 in the loss has the gradient of the forward KL; k3_corrected has that of the reverse KL.")
+        said.append(
+            "kl_estimator=k3 in the loss has the gradient of the forward KL; k3_corrected has that of the reverse KL."
+        )
     return said

@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-from gspo import __version__, config
+from gspo import __version__, config, settings
 from gspo.errors import InputError, RunError
 
 FORMAT = 1
@@ -51,7 +50,9 @@ class Store:
         self._keep = keep
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, progress: Progress, *, model: Any, tokenizer: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> Path:
+    def save(
+        self, progress: Progress, *, model: Any, tokenizer: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]
+    ) -> Path:
         """Write checkpoints/<step>: weights as transformers loads them, moments, progress.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
@@ -61,7 +62,6 @@ class Store:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
-            disable_progress_bar()
             model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
             _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
@@ -75,7 +75,9 @@ class Store:
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free
-            raise RunError(f"{final} could not be written ({error}); {free / 1e9:.2f} GB are free. Earlier checkpoints are untouched") from error
+            raise RunError(
+                f"{final} could not be written ({error}); {free / 1e9:.2f} GB are free. Earlier checkpoints are untouched"
+            ) from error
         return final
 
     def mark_best(self, checkpoint: Path) -> None:
@@ -100,7 +102,9 @@ class Store:
 def latest(folder: Path) -> Path:
     """The newest complete checkpoint of a run. Raises InputError if there is none."""
     if not (folder / "run.yaml").is_file():
-        raise InputError(f"{folder}: no run to resume here (there is no run.yaml). Give the folder of a run, as in runs/demo")
+        raise InputError(
+            f"{folder}: no run to resume here (there is no run.yaml). Give the folder of a run, as in runs/demo"
+        )
     found = sorted(path for path in (folder / "checkpoints").glob("[0-9]" * 8) if (path / "state.json").exists())
     if not found:
         raise InputError(f"{folder}: the run was stopped before its first checkpoint; start it again with another dir")
@@ -111,7 +115,9 @@ def read_progress(checkpoint: Path) -> Progress:
     """What `save` wrote. Raises InputError for a format that this version does not read."""
     state = json.loads((checkpoint / "state.json").read_text())
     if state.pop("format") != FORMAT:
-        raise InputError(f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read")
+        raise InputError(
+            f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read"
+        )
     return Progress(**state)
 
 
@@ -126,7 +132,9 @@ def read_moments(checkpoint: Path) -> dict[str, Tensor]:
 def write_run(folder: Path, run: config.Run, about: dict[str, Any]) -> None:
     """run.yaml: every value of the configuration, and under `about` what it was run with."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump({**config.dump(run), "about": about}, sort_keys=False, allow_unicode=True))
+    (folder / "run.yaml").write_text(
+        yaml.safe_dump({**settings.dump(run), "about": about}, sort_keys=False, allow_unicode=True)
+    )
 
 
 def _declare_dtype(path: Path, weights: dict[str, Tensor]) -> None:

@@ -33,14 +33,24 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
 @pytest.mark.parametrize(
     ("changes", "kind", "warning", "words"),
     [
-        ({}, "learning", False, ["6 of 8 groups", "1 all right, 1 all wrong", "40% of the answers clipped", "by design"]),
+        (
+            {},
+            "learning",
+            False,
+            ["6 of 8 groups", "1 all right, 1 all wrong", "40% of the answers clipped", "by design"],
+        ),
         ({"ratio": "token"}, "learning", False, ["1.0% of the tokens clipped"]),
         (SILENT, "no_signal", False, ["0 of 8", "2 all right, 5 all wrong, 1 too few judged", "no update"]),
         ({**SILENT, "groups/steps_without_signal": 3}, "no_signal", True, ["3 steps in a row"]),
         ({**SILENT, "updates/done": 4}, "no_signal", False, ["KL term"]),
         ({"updates/done": 0, "truncated/share": 0.9}, "left_out", True, ["mask_truncated", "90%"]),
         ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
-        ({"anchor": "rollout", "parity/signed": -1.5e-4}, "mismatch", True, ["-1.5e-04", "third of the clip band", "anchor=old"]),
+        (
+            {"anchor": "rollout", "parity/signed": -1.5e-4},
+            "mismatch",
+            True,
+            ["-1.5e-04", "third of the clip band", "anchor=old"],
+        ),
     ],
 )
 def test_each_state_has_its_own_sentence(changes: dict[str, Any], kind: str, warning: bool, words: list[str]) -> None:

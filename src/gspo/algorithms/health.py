@@ -95,12 +95,20 @@ def _truncated(m: Mapping[str, Any]) -> Verdict | None:
 
 
 def _learning(m: Mapping[str, Any]) -> Verdict:
-    silent = {"all right": m["groups/all_right"], "all wrong": m["groups/all_wrong"], "all equal": m["groups/all_equal"], "too few judged": m["groups/unjudged"]}
+    silent = {
+        "all right": m["groups/all_right"],
+        "all wrong": m["groups/all_wrong"],
+        "all equal": m["groups/all_equal"],
+        "too few judged": m["groups/unjudged"],
+    }
     why = ", ".join(f"{count} {cause}" for cause, count in silent.items() if count)
     text = f"{m['groups/signal']} of {m['groups/total']} groups carry signal" + (f" ({why})" if why else "")
     text += f"; weights moved by {m['weights/relative']:.1e} in {m['updates/done']} updates"
     if m["clip/band"] is None or m["updates/done"] < 2:
         return Verdict("learning", text)
     if m["ratio"].startswith("sequence"):
-        return Verdict("learning", f"{text}; {m['clip/rows']:.0%} of the answers clipped, which for a sequence ratio is by design far more than for a token ratio")
+        return Verdict(
+            "learning",
+            f"{text}; {m['clip/rows']:.0%} of the answers clipped, which for a sequence ratio is by design far more than for a token ratio",
+        )
     return Verdict("learning", f"{text}; {m['clip/tokens']:.1%} of the tokens clipped")

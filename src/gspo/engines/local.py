@@ -156,7 +156,12 @@ class LocalEngine:
         tokens, position, source = (
             torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in (tokens_T, position_T, source_N)
         )
-        return next_logits(self._policy.model, tokens_T=tokens, position_T=position, layout=layout, source_N=source)
+        model, flight = self._policy.model, self._flight
+        if flight.factor_VD is None:
+            flight.factor_VD = model.get_output_embeddings().factor()
+        return next_logits(
+            model, tokens_T=tokens, position_T=position, layout=layout, source_N=source, factor_VD=flight.factor_VD
+        )
 
     def _draws(self, opened: _Open, index: int) -> np.ndarray:
         r = opened.request

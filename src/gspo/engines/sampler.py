@@ -40,8 +40,8 @@ def _draw(weight_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     Exceeds, not reaches: so the weight of the token found is above 0.
     """
     whole = weight_BV.shape[1] // _BLOCK * _BLOCK
-    blocks_BK = weight_BV[:, :whole].view(len(weight_BV), -1, _BLOCK).sum(-1, dtype=torch.float64)
-    blocks_BK = torch.cat([blocks_BK, weight_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1)
+    blocks_BK = weight_BV[:, :whole].view(len(weight_BV), -1, _BLOCK).sum(-1).double()
+    blocks_BK = torch.cat([blocks_BK, weight_BV[:, whole:].sum(-1, keepdim=True).double()], 1)
     until_BK = blocks_BK.cumsum(1)
     total_B = until_BK[:, -1]
     goal_B = _below(uniform_B * total_B, total_B)

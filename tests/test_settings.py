@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from gspo import config
+from gspo import config, presets, settings
 from gspo.errors import InputError
 
 
@@ -22,25 +22,25 @@ def recipe(tmp_path):
 
 def refusal(*arguments, **more):
     with pytest.raises(InputError) as caught:
-        config.load(*arguments, **more)
+        settings.load(*arguments, **more)
     return str(caught.value)
 
 
 def test_a_recipe_with_words_and_keys_laid_over_it(recipe):
     path = recipe("steps: 7\noptimizer:\n  learning_rate: 1e-5\n  beta1: 0.8\nsampling: {temperature: 0.7}\n")
-    run = config.load(path, ["optimizer.learning_rate=2e-5", "data.system=be brief"], {"steps": 9, "eval.every": 0})
+    run = settings.load(path, ["optimizer.learning_rate=2e-5", "data.system=be brief"], {"steps": 9, "eval.every": 0})
     assert (run.steps, run.eval.every, run.data.system) == (9, 0, "be brief")
     assert (run.optimizer.learning_rate, run.optimizer.beta1, run.sampling.temperature) == (2e-5, 0.8, 0.7)
     assert run.dir == "runs/mine"
-    assert config.load(None).dir is None
+    assert settings.load(None).dir is None
 
 
 def test_numbers_written_as_text_are_numbers(recipe):
     # YAML reads 1e-6 as text: it wants 1.0e-6.
     assert yaml.safe_load("1e-6") == "1e-6"
-    assert config.load(recipe("optimizer: {learning_rate: 1e-6}\n")).optimizer.learning_rate == 1e-6
-    assert config.load(recipe("optimizer: {learning_rate: '1e-6'}\n")).optimizer.learning_rate == 1e-6
-    assert config.load(None, ["optimizer.learning_rate=1e-6"]).optimizer.learning_rate == 1e-6
+    assert settings.load(recipe("optimizer: {learning_rate: 1e-6}\n")).optimizer.learning_rate == 1e-6
+    assert settings.load(recipe("optimizer: {learning_rate: '1e-6'}\n")).optimizer.learning_rate == 1e-6
+    assert settings.load(None, ["optimizer.learning_rate=1e-6"]).optimizer.learning_rate == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_a_bare_value_replaces_its_section(recipe):
     path = recipe(
         "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: regex, pattern: '7'}\nmodel: tiny-dense\ndata: rows.jsonl\n"
     )
-    run = config.load(path)
+    run = settings.load(path)
     assert (run.algorithm.clip_low, run.reward.pattern, run.model.name, run.data.source) == (
         0.001,
         "7",
         "tiny-dense",
         "rows.jsonl",
     )
-    run = config.load(path, ["algorithm=grpo", "reward=number", "model.dtype=float64", "data.limit=5"])
-    assert run.algorithm == config.presets.PRESETS["grpo"]
+    run = settings.load(path, ["algorithm=grpo", "reward=number", "model.dtype=float64", "data.limit=5"])
+    assert run.algorithm == presets.PRESETS["grpo"]
     assert run.reward == config.RewardRule()
     assert run.model == config.Model(name="tiny-dense", dtype="float64")
     assert run.data == config.Data(source="rows.jsonl", limit=5)
@@ -123,21 +123,21 @@ def test_a_function_from_python_is_a_reward():
     def judge(completion):
         return 1.0
 
-    run = config.load(None, None, {"reward": judge})
+    run = settings.load(None, None, {"reward": judge})
     assert run.reward.function is judge
-    assert config.dump(run)["reward"]["function"].endswith("judge")
+    assert settings.dump(run)["reward"]["function"].endswith("judge")
 
 
 def test_group_size_one_and_too_many_updates_are_refused_with_the_reason():
     assert "group_size=2 or more" in refusal(None, ["group_size=1"])
     message = refusal(None, ["algorithm.updates_per_step=5", "prompts_per_step=3"])
     assert all(part in message for part in ("prompts_per_step=5", "algorithm.updates_per_step=3"))
-    config.load(None, ["algorithm.updates_per_step=3", "prompts_per_step=3", "group_size=5"])
+    settings.load(None, ["algorithm.updates_per_step=3", "prompts_per_step=3", "group_size=5"])
 
 
 def test_sizes_need_not_divide_each_other():
     # huggingface/trl#2858: 3 prompts of 5 answers, micro-batches of any size.
-    run = config.load(
+    run = settings.load(
         None, ["prompts_per_step=3", "group_size=5", "algorithm.updates_per_step=2", "max_tokens_per_microbatch=999"]
     )
     assert (run.prompts_per_step, run.group_size) == (3, 5)
@@ -146,13 +146,13 @@ def test_sizes_need_not_divide_each_other():
 def test_missing_recipe_names_the_nearest():
     message = refusal("no/such/recipe.yaml")
     assert "no/such/recipe.yaml: no such file" in message
-    for name in config.recipes():
+    for name in settings.recipes():
         assert f"did you mean {name!r}" in refusal(name + "x").replace("Did", "did")
 
 
 def test_built_in_recipes_can_be_loaded():
-    for name in config.recipes():
-        assert config.load(name).dir == f"runs/{name}"
+    for name in settings.recipes():
+        assert settings.load(name).dir == f"runs/{name}"
 
 
 @pytest.mark.parametrize(
@@ -166,26 +166,28 @@ def test_files_that_are_no_settings(recipe, text, part):
 
 
 def test_every_key_has_a_doc_line_and_the_budget_holds():
-    keys = dict(config.fields())
+    keys = dict(settings.fields())
     assert len(keys) <= 80
     assert [name for name, doc in keys.items() if not doc] == []
 
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
-    tree = config.dump(config.load(None, ["eval.reward=exact"]))
-    for name in dict(config.fields()):
+    tree = settings.dump(settings.load(None, ["eval.reward=exact"]))
+    for name in dict(settings.fields()):
         value = tree
         for part in name.split("."):
             value = value[part]
         if name.startswith("eval.reward"):
-            assert config.load(None, ["eval.reward=exact"], {name: value}) == config.load(None, ["eval.reward=exact"])
+            assert settings.load(None, ["eval.reward=exact"], {name: value}) == settings.load(
+                None, ["eval.reward=exact"]
+            )
             continue
-        assert config.load(None, None, {name: value}) == config.load(None), name
+        assert settings.load(None, None, {name: value}) == settings.load(None), name
 
 
 def test_a_dumped_run_reads_back_as_itself(recipe):
-    run = config.load(
+    run = settings.load(
         None,
         [
             "algorithm=dapo",
@@ -196,35 +198,35 @@ def test_a_dumped_run_reads_back_as_itself(recipe):
             "model.revision='1e3'",
         ],
     )
-    text = yaml.safe_dump({"about": {"version": "9", "seed": 3}, **config.dump(run)})
-    assert config.load(recipe(text, "run.yaml")) == run
+    text = yaml.safe_dump({"about": {"version": "9", "seed": 3}, **settings.dump(run)})
+    assert settings.load(recipe(text, "run.yaml")) == run
 
 
 def test_reading_settings_loads_no_torch():
-    code = "import sys, gspo.config; gspo.config.load(None); print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    code = "import sys, gspo.config; gspo.settings.load(None); print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
 
 
 def test_a_bare_value_stands_for_its_section_at_any_depth():
-    run = config.load(None, ["eval.reward=boxed", "eval.reward.answer=gold"])
+    run = settings.load(None, ["eval.reward=boxed", "eval.reward.answer=gold"])
     assert (run.eval.reward.function, run.eval.reward.answer) == ("boxed", "gold")
 
 
 @pytest.mark.parametrize("text", [r"#\d+", "Be brief. #1 rule", "a: b", "[0-9]", "1e5", "yes"])
 def test_text_on_the_command_line_is_taken_as_it_stands(text):
-    run = config.load(None, ["reward=regex", f"reward.pattern={text}", f"data.system={text}", f"model={text}"])
+    run = settings.load(None, ["reward=regex", f"reward.pattern={text}", f"data.system={text}", f"model={text}"])
     assert (run.reward.pattern, run.data.system, run.model.name) == (text, text, text)
 
 
 def test_null_on_the_command_line_is_nothing():
-    assert config.load(None, ["data.system=null", "eval.reward=null", "dir=null"]) == config.load(None)
+    assert settings.load(None, ["data.system=null", "eval.reward=null", "dir=null"]) == settings.load(None)
 
 
 def test_a_switch_is_no_number():
     with pytest.raises(InputError, match="steps: expected a value, found true"):
-        config.load(None, ["steps=true"])
+        settings.load(None, ["steps=true"])
 
 
 @pytest.mark.parametrize(
@@ -233,4 +235,4 @@ def test_a_switch_is_no_number():
 )
 def test_the_nearest_name_is_the_one_that_was_meant(word, near):
     with pytest.raises(InputError, match=f"did you mean {near}"):
-        config.load(None, [word])
+        settings.load(None, [word])

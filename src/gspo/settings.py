@@ -1,0 +1,172 @@
+"""Where a run's settings come from: a recipe in YAML, `key=value` words, Python keys; and what is said when they are wrong.
+
+In: a recipe and overrides. Out: a checked `Run`. The command line and the Python API call `load`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from gspo.config import Run
+from gspo.errors import InputError
+
+Tree = dict[str, Any]
+
+
+def recipes() -> list[str]:
+    """Names of the built-in recipes."""
+    return sorted(
+        Path(entry.name).stem for entry in resources.files("gspo.recipes").iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def load(recipe: str | Path | None, words: list[str] | None = None, keys: Mapping[str, Any] | None = None) -> Run:
+    """The run that `recipe` describes, with `key=value` words and then Python `keys` laid over it.
+
+    Raises:
+        InputError: no such recipe, unknown or misspelt key, wrong type, a contradiction.
+    """
+    tree = read_recipe(recipe) if recipe is not None else {}
+    for word in words or []:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise InputError(
+                f"{word!r}: settings are written key=value, as in steps=20 or optimizer.learning_rate=1e-5"
+            )
+        lay_over(tree, key.strip(), _parse(key.strip(), value))
+    for key, value in (keys or {}).items():
+        lay_over(tree, key, value)
+    return check(tree, where=str(recipe) if recipe is not None else "gspo.train")
+
+
+def read_recipe(recipe: str | Path) -> Tree:
+    """The mapping in a YAML file or built-in recipe; `about`, which `run.yaml` adds, is left out."""
+    path = Path(recipe)
+    if str(recipe) in recipes():
+        text, name = (resources.files("gspo.recipes") / f"{recipe}.yaml").read_text(), str(recipe)
+    elif path.is_file():
+        text, name = path.read_text(), path.stem
+    else:
+        near = get_close_matches(str(recipe), recipes(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(
+            f"{recipe}: no such file, and no built-in recipe of that name.{hint} Built-in: {', '.join(recipes())}."
+        )
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{recipe}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{recipe}: expected a mapping of settings, found {type(tree).__name__}")
+    tree.pop("about", None)
+    return {"dir": f"runs/{name}", **tree}
+
+
+def lay_over(tree: Tree, key: str, value: Any) -> None:
+    """Set one dotted key in place. A bare value replaces a whole section: `algorithm=grpo` drops gspo's adjustments."""
+    *parents, leaf = key.split(".")
+    shorthands = _shorthands()
+    for depth, name in enumerate(parents):
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            shorthand = shorthands.get(".".join(parents[: depth + 1]))
+            below = {shorthand: below} if shorthand and below is not None else {}
+        tree[name] = tree = dict(below)
+    tree[leaf] = value
+
+
+def check(tree: Tree, where: str) -> Run:
+    """A `Run` from a mapping. Raises InputError that names the key, the value and the nearest name."""
+    try:
+        return Run.model_validate(tree)
+    except ValidationError as error:
+        raise InputError("\n".join(f"{where}: {_explain(e)}" for e in error.errors(include_url=False))) from error
+
+
+def _parse(key: str, word: str) -> Any:
+    """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
+    if key in _shorthands() or key in _text_keys():
+        return None if word == "null" else word
+    try:
+        return yaml.safe_load(word) if word else ""
+    except yaml.YAMLError:
+        return word
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"{key}: no such key{_suggest(path)}"
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"])
+        return f"{key}: {reason}" if key else reason
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]} (found {error['input']!r})"
+
+
+def _suggest(path: list[str]) -> str:
+    """The nearest known name: among its siblings, then the same name under another section, then any."""
+    known = [key for key, _ in _walk(Run, "")]
+    *parents, leaf = path
+    siblings = {name.split(".")[-1]: name for name in known if name.split(".")[:-1] == parents}
+    anywhere = {name.split(".")[-1]: name for name in reversed(known)}
+    near = [siblings[n] for n in get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
+    near = near or [anywhere[n] for n in get_close_matches(leaf, anywhere, n=1, cutoff=0.7)]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f" in {'.'.join(parents) or 'the top level'}, which has {', '.join(siblings)}"
+
+
+def fields() -> Iterator[tuple[str, str]]:
+    """Every key with its one-line description."""
+    for key, field in _walk(Run, ""):
+        if _section(field) is None:
+            yield key, " ".join((field.description or "").split())
+
+
+def default(key: str) -> Any:
+    """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`."""
+    value: Any = dump(Run())
+    for part in key.split("."):
+        value = None if value is None else value[part]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every section and every key below it, dotted."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if (section := _section(field)) is not None:
+            yield from _walk(section, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+@cache
+def _shorthands() -> dict[str, str]:
+    """Sections that a bare value stands for, with the key that takes it."""
+    sections = {key: section for key, field in _walk(Run, "") if (section := _section(field)) is not None}
+    named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
+    return {key: shorthand for key, shorthand in named.items() if shorthand}
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    return frozenset(key for key, field in _walk(Run, "") if str in (get_args(field.annotation) or (field.annotation,)))
+
+
+def dump(run: Run) -> Tree:
+    """Every value of the run as plain YAML types; `check` reads it back."""
+    return run.model_dump(mode="json")

@@ -1,0 +1,77 @@
+"""What an update did, in plain numbers: made by the learner, written by the journal.
+
+Letters: N trained tokens, S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gspo.algorithms.losses import Tally
+from gspo.algorithms.segments import segment_mean
+from gspo.batch import Batch, Microbatch
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Distance between the engine's and the trainer's log-probabilities of the same tokens under the same weights."""
+
+    total: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+    signed: float = 0.0
+    """Sum over sequences of the mean of log-probability trainer minus rollout."""
+    sequences: int = 0
+
+    def __add__(self, other: Parity) -> Parity:
+        return Parity(
+            self.total + other.total,
+            max(self.largest, other.largest),
+            self.tokens + other.tokens,
+            self.signed + other.signed,
+            self.sequences + other.sequences,
+        )
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimizer update did."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping to `optimizer.max_grad_norm`."""
+    learning_rate: float
+    entropy: float
+    """Mean over trained tokens, nats."""
+    trained_tokens: int
+    packed_tokens: int
+    sequences: int
+    """Denominators of the loss: S and N of the update."""
+    tokens: int
+    tally: Tally
+    parity: Parity
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """How far the masters moved since the last look, on a fixed sample of every tensor."""
+
+    changed: float
+    """Share of weights that are not what they were."""
+    relative: float
+    """Norm of the change over the norm of the weights."""
+
+
+def parity_of(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:
+    """The parity of one micro-batch whose `logprob_N` the trainer computed with the weights that sampled it."""
+    gap_N = logprob_N.float() - batch.rollout_logprob_N[micro.trained]
+    gap_S = segment_mean(gap_N, batch.sequence_N[micro.trained] - micro.sequence.start, len(micro.lengths))
+    return Parity(
+        total=float(gap_N.abs().sum()),
+        largest=float(gap_N.abs().max()),
+        tokens=len(gap_N),
+        signed=float(gap_S.sum()),
+        sequences=len(micro.lengths),
+    )
