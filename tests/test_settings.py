@@ -203,7 +203,7 @@ def test_a_dumped_run_reads_back_as_itself(recipe):
 
 
 def test_reading_settings_loads_no_torch():
-    code = "import sys, gspo.config; gspo.settings.load(None); print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    code = "import sys, gspo.settings; gspo.settings.load(None); print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -54,6 +54,7 @@ def train(
     rows = None if data is None or isinstance(data, str | Mapping) else list(data)
     given = {**keys, **({"data": data} if data is not None and rows is None else {})}
 
+    from gspo import settings
     from gspo.job import build, resumed_run
     from gspo.loop import train as loop
 
