@@ -67,8 +67,14 @@ class Batch:
     advantage_N: Tensor | None = None
     weight_N: Tensor | None = None
 
-    def to(self, device: torch.device) -> Batch:
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+    def to(self, device: torch.device, maths: torch.device) -> Batch:
+        """What the model is given goes to its device, the rest to where the loss is computed."""
+        seen = ("tokens_T", "position_T", "source_N", "target_N")
+        moved: dict[str, Any] = {
+            key: value.to(device if key in seen else maths)
+            for key, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 

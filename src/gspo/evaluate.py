@@ -67,8 +67,9 @@ def evaluate(
     means = np.array([values.mean() for values in judged])
     passed = np.array([(values >= pass_at).any() for values in judged])
     tokens = [r.policy_tokens for g in groups for r in g.rollouts]
+    binary = all(np.isin(values, (0.0, 1.0)).all() for values in judged)
     return Evaluation(
-        reward=normal_interval(means),
+        reward=_within(0.0, 1.0, normal_interval(means)) if binary else normal_interval(means),
         pass_at_k=wilson_interval(int(passed.sum()), len(passed)),
         samples=samples,
         rows=len(prompts),
@@ -86,6 +87,10 @@ def normal_interval(values: np.ndarray) -> Interval:
     mean = float(values.mean())
     half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return Interval(mean, mean - half, mean + half)
+
+
+def _within(low: float, high: float, interval: Interval) -> Interval:
+    return Interval(interval.value, max(low, interval.low), min(high, interval.high))
 
 
 def wilson_interval(successes: int, trials: int) -> Interval:

@@ -95,6 +95,9 @@ class Learner:
             fused=True,
         )
         self._sample = self._sampled_masters()
+        self._device = next(iter(trainable.values())).device
+        # Losses of N numbers are summed in float64, which Apple's GPUs do not have.
+        self._maths = torch.device("cpu") if self._device.type == "mps" else self._device
 
     def _make_masters(self, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The parameters themselves, or copies of them that the working copy's gradients are added to."""
@@ -114,8 +117,7 @@ class Learner:
         The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
         exactly 1 in any precision; the first update needs none, being itself a forward of the old policy.
         """
-        device = next(self.model.parameters()).device
-        moved = [batch.to(device) for batch in batches]
+        moved = [batch.to(self._device, self._maths) for batch in batches]
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
         annotated = []
         for i, batch in enumerate(moved):
@@ -212,6 +214,7 @@ class Learner:
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,
         )
+        logprob_N, entropy_N = logprob_N.to(self._maths), entropy_N.to(self._maths)
         finite_N = logprob_N.isfinite()
         if not finite_N.all():
             k = int(batch.sequence_N[micro.trained][~finite_N][0])
