@@ -229,7 +229,7 @@ def test_new_weights_are_used_after_load() -> None:
     policy = chain({5: {6: 0.9, 7: 0.1}, 6: {8: 0.9, 5: 0.1}}, stop_ids=(2,), dtype=torch.bfloat16)
     engine = LocalEngine(policy, Sampling(max_new_tokens=8), seed=0)
     engine.submit(ask([4, 5], 1, greedy=True))
-    (before,) = engine.collect()
+    before = next(engine.collect())
     with torch.no_grad():
         policy.model.lm_head.weight.neg_()
     engine.load(policy.model.named_parameters(), version=1)

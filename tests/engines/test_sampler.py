@@ -66,11 +66,12 @@ def test_even_numbers_give_each_token_its_share() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
-    """At both ends of the vocabulary, and where a weight is too small for the format."""
-    logits = torch.tensor([-float("inf"), -1e4, 0.0, 1.0, *[-1e4] * 300, -float("inf")])
-    (token,), (logprob,) = draw(logits, [uniform])
-    assert token == (2 if uniform == 0 else 3)
-    assert np.isfinite(logprob)
+    """At both ends of the vocabulary, and where a weight is too small for the format, whatever sums round to."""
+    for likely in np.linspace(0.5, 1.5, 40):
+        logits = torch.tensor([-float("inf"), -1e4, 0.0, float(likely), *[-1e4] * 300, -float("inf")])
+        (token,), (logprob,) = draw(logits, [uniform])
+        assert token == (2 if uniform == 0 else 3)
+        assert np.isfinite(logprob)
 
 
 def test_temperature_divides_the_logits_and_logprobs_are_processed() -> None:

@@ -44,21 +44,18 @@ def _draw(weight_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     blocks_BK = torch.cat([blocks_BK, weight_BV[:, whole:].sum(-1, keepdim=True).double()], 1)
     until_BK = blocks_BK.cumsum(1)
     total_B = until_BK[:, -1]
-    goal_B = _below(uniform_B * total_B, total_B)
+    goal_B = uniform_B * total_B  # below the total, in float64, for every number below 1
     block_B = _first_above(until_BK, goal_B)
     before_B = torch.nn.functional.pad(until_BK, (1, 0)).gather(1, block_B[:, None])[:, 0]
     token = block_B[:, None] * _BLOCK + torch.arange(_BLOCK, device=block_B.device)
     inside = token < weight_BV.shape[1]
     weight = weight_BV.gather(1, token.clamp_max(weight_BV.shape[1] - 1)).double().masked_fill_(~inside, 0.0)
     until = weight.cumsum(1)
-    place_B = _first_above(until, _below(goal_B - before_B, until[:, -1]))
+    # The block was summed up in another order or precision: its end may lie a rounding error before the goal.
+    end_B = torch.nextafter(until[:, -1], torch.zeros_like(total_B))
+    place_B = _first_above(until, torch.minimum(goal_B - before_B, end_B))
     # The two clamps matter only where a weight is not a number.
     return token.gather(1, place_B[:, None])[:, 0].clamp_max(weight_BV.shape[1] - 1), total_B
-
-
-def _below(goal_B: Tensor, end_B: Tensor) -> Tensor:
-    """`goal_B`, moved below `end_B` where rounding brought it there."""
-    return torch.minimum(goal_B, torch.nextafter(end_B, torch.zeros_like(end_B)))
 
 
 def _first_above(until_BK: Tensor, goal_B: Tensor) -> Tensor:
