@@ -72,6 +72,8 @@ REFUSED = [
         "gate=vespo is defined on ratio=sequence_product",
     ),
     # the aggregation's constant
+    ({"kl_estimator": "k3"}, "kl_estimator and kl_in have no effect with kl_coefficient=0"),
+    ({"advantage": "group_mean", "advantage_ddof": 0}, "no effect with advantage=group_mean, which divides by no deviation"),
     ({"length_constant": 10}, "length_constant has no effect with aggregation=sequence_sum"),
     # KL
     ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),

@@ -20,9 +20,8 @@ SUM_OF_PARTS = 0.7 + 0.2 + 0.1
 
 
 def row(kind: str, *, ddof: int = 1, epsilon: float = 0.0) -> Algorithm:
-    return Algorithm(
-        ratio="token", gate="none", aggregation="token_mean", advantage=kind, advantage_ddof=ddof, advantage_epsilon=epsilon
-    )  # fmt: skip
+    divisor = dict(advantage_ddof=ddof, advantage_epsilon=epsilon) if kind.endswith("std") else {}
+    return Algorithm(ratio="token", gate="none", aggregation="token_mean", advantage=kind, **divisor)
 
 
 def of(kind: str, rewards: list[float], groups: list[int], **keys: float) -> list[float]:
