@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gspo import __version__, config, settings
 from gspo.errors import InputError, RunError
+from gspo.models.load import without_progress_bars
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
@@ -62,7 +63,8 @@ class Store:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
-            model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
+            with without_progress_bars():
+                model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
             _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")

@@ -171,7 +171,9 @@ class LocalEngine:
 
     def _sample(self, rows: slice, logits_BV: Tensor) -> None:
         """One token more for the rows in `rows`."""
-        device = logits_BV.device
+        # The inverse CDF is summed in float64, which Apple's GPUs do not have.
+        device = torch.device("cpu") if logits_BV.device.type == "mps" else logits_BV.device
+        logits_BV = logits_BV.to(device)
         uniform_B = torch.from_numpy(self._flight.next_uniforms(rows)).to(device)
         greedy_B = torch.tensor([opened.request.greedy for opened, _ in self._flight.answers[rows]], device=device)
         token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -128,16 +129,24 @@ def _pretrained(model: config.Model, name: str, origin: str) -> Checkpoint:
 
 def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
     """transformers says in one of these errors what it could not find, read or be allowed to run."""
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        return read()
+        with without_progress_bars():
+            return read()
     except (OSError, ValueError, ImportError, KeyError) as error:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
         where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
         raise InputError(f"model={model.name}: could not be loaded: {error}.{where}") from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Without those of transformers, which would come in the midst of our own lines."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
     finally:
-        if bars:
+        if shown:
             hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
