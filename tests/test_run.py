@@ -65,6 +65,7 @@ def test_a_run_leaves_what_others_can_read(tmp_path: Path) -> None:
     assert all(isinstance(line[key], int | float) for line in lines for key in fixed)
     assert all(line["parity/max"] < 1e-4 for line in lines)
     assert isinstance(lines[-1]["eval/reward"], float)
+    assert lines[0]["eval/start/reward"] == result.start_reward
 
     checkpoint = folder / "checkpoints" / "00000003"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)

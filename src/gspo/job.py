@@ -1,6 +1,6 @@
-"""A run put together: everything that `train.py`'s loop calls, built in the order in which it can fail.
+"""A run put together: everything that the loop calls, built in the order in which it can fail.
 
-Configuration, data, reward and prompts are checked before a weight is read. `train` and the commands call `build`.
+Configuration, data, reward and prompts are checked before a weight is read. The command line and the Python API call `build`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Job:
     stopped_by: signal.Signals | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
     _skipped: int = 0
+    _start: dict[str, Evaluation] = field(default_factory=dict)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do, 1-based; ends early after a signal, when the step at hand is complete."""
@@ -173,11 +174,12 @@ class Job:
         self.store.prune()
 
     def _evaluations(self, step: int) -> dict[str, Evaluation]:
-        """Held-out reward after this step; `start` measures it before the first."""
+        """What is measured after this step; the first one also carries what was measured before it."""
         every = self.run.eval.every
+        start, self._start = self._start, {}
         if not self.inputs.held_out or not every or (step % every and step != self.run.steps):
-            return {}
-        return self.measure()
+            return start
+        return {**start, **self.measure()}
 
     def measure(self) -> dict[str, Evaluation]:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
@@ -197,11 +199,13 @@ class Job:
         """The held-out reward of the starting policy, once for a run."""
         if self.progress.step or not self.inputs.held_out or not self.run.eval.every:
             return
-        reward = self.measure()["eval"].reward
+        self._start = {key.replace("eval", "eval/start", 1): value for key, value in self.measure().items()}
         self._seconds = {}
+        reward = self._start["eval/start"].reward
         self.progress = replace(self.progress, start_reward=reward.value, last_reward=reward.value)
         self.console.say(
-            f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) on {len(self.inputs.held_out)} prompts"
+            f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) "
+            f"on {len(self.inputs.held_out)} prompts"
         )
 
     @contextmanager
