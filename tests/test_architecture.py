@@ -18,7 +18,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "presets", "config", "settings", "machine", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "batch", "stats", "learner", "evaluate", "journal", "store", "console", "job", "loop", "cli",
+    "rollout", "batch", "stats", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")
@@ -90,7 +90,7 @@ def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> N
 def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('version 99 renamed everything')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gspo, gspo.cli, gspo.job"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gspo, gspo.cli, gspo.build"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

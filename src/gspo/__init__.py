@@ -32,7 +32,7 @@ def train(
     recipe: str | Path | None = None,
     *,
     resume: str | Path | None = None,
-    data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     eval_data: Sequence[Mapping[str, Any]] | None = None,
     **keys: Any,
 ) -> Result:
@@ -51,19 +51,24 @@ def train(
         RunError: the run could not go on.
     """
     machine.prepare()
+    keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    data = str(data) if isinstance(data, Path) else data
     rows = None if data is None or isinstance(data, str | Mapping) else list(data)
-    given = {**keys, **({"data": data} if data is not None and rows is None else {})}
 
     from gspo import settings
-    from gspo.job import build, resumed_run
+    from gspo.build import build, resumed_run
+    from gspo.inputs import FROM_PYTHON
     from gspo.loop import train as loop
 
     if resume is None:
-        run = settings.load(recipe, keys=given)
+        source = data if rows is None else FROM_PYTHON
+        run = settings.load(recipe, keys={**keys, **({} if source is None else {"data": source})})
         return loop(build(run, rows=rows, eval_rows=eval_data))
     folder = Path(resume)
-    reward = given.pop("reward", None)
-    run = resumed_run(folder, [f"{k}={v}" for k, v in given.items()])
+    reward = keys.pop("reward", None)
+    if isinstance(data, str | Mapping):
+        keys["data"] = data  # which is refused: only rows can be given again
+    run = resumed_run(folder, [f"{k}={v}" for k, v in keys.items()])
     if reward is not None:
         run = settings.check({**settings.dump(run), "reward": reward}, where=str(folder))
     return loop(build(run, rows=rows, eval_rows=eval_data, resume=folder))

@@ -25,7 +25,8 @@ def _keys_help() -> str:
         if (head := name.rpartition(".")[0]) != section:
             section = head
             lines.append(f"\n\n**{section or 'run'}**\n")
-        lines.append(f"\n- {name} = {settings.default(name)}: {doc}")
+        choices = f" One of {', '.join(settings.choices(name))}." if settings.choices(name) else ""
+        lines.append(f"\n- {name} = {settings.default(name)}: {doc}{choices}")
     return "".join(lines).replace("<", "‹").replace(">", "›")  # markdown would take them for tags
 
 
@@ -72,7 +73,7 @@ def train(
     machine.prepare()
     run = None if resume is not None else settings.load(recipe, words)
 
-    from gspo.job import build, resumed_run
+    from gspo.build import build, resumed_run
     from gspo.loop import train as loop
 
     if resume is not None:
@@ -80,7 +81,9 @@ def train(
     assert run is not None
     result = loop(build(run, resume=resume))
     typer.echo(f"run folder: {result.folder}")
-    if result.start_reward is not None and result.last_reward is not None:
+    if result.step < run.steps:
+        typer.echo(f"stopped after step {result.step} of {run.steps}; go on with: gspo train --resume {result.folder}")
+    elif result.start_reward is not None and result.last_reward is not None:
         typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
     raise typer.Exit(result.exit_code)
 
@@ -103,7 +106,7 @@ def evaluate(
     machine.prepare()
     run = settings.load(recipe, [*(words or []), f"model.name={model}"])
 
-    from gspo.job import evaluate_model
+    from gspo.build import evaluate_model
 
     for line in evaluate_model(run):
         typer.echo(line)
@@ -137,8 +140,10 @@ def guarded(command: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("gspo").setLevel(logging.INFO)
+    ours = logging.getLogger("gspo")
+    ours.addHandler(logging.StreamHandler())
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # the libraries' own handlers would say it again
     sys.exit(guarded(app))
 
 

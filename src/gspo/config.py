@@ -26,7 +26,9 @@ from gspo.presets import Algorithm
 class Section(BaseModel):
     """A part of the configuration. `model=x` is short for `model.name=x`: a bare value replaces the section."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, arbitrary_types_allowed=True
+    )
     shorthand: ClassVar[str] = ""
 
     @model_validator(mode="before")
@@ -48,7 +50,7 @@ class Model(Section):
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4, tiny-dense."""
+    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4, tiny-dense, tiny-moe."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -184,13 +186,13 @@ class Checkpoint(Section):
 class Run(Section):
     """Everything that a training run depends on."""
 
-    dir: str | None = None
+    dir: str | None = Field(default=None, min_length=1)
     """Folder of the run; null: runs/<recipe name>."""
     steps: int = Field(default=100, gt=0)
     """Steps: rollouts, then `algorithm.updates_per_step` updates."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the order of prompts and of every random number of sampling."""
-    threads: int | None = Field(default=None, gt=0)
+    threads: int | None = Field(default=None, gt=0, le=1024)
     """CPU threads; null: one for each core."""
     prompts_per_step: int = Field(default=8, gt=0)
     """Prompts drawn for a step."""
@@ -232,6 +234,6 @@ def _algorithm(value: Any) -> Any:
         return presets.resolve(value, {})
     if isinstance(value, Mapping):
         return presets.resolve(
-            str(value.get("name", "gspo")), {k: v for k, v in value.items() if k not in ("name", "source")}
+            str(value.get("name", "gspo")), {str(k): v for k, v in value.items() if k not in ("name", "source")}
         )
     return value

@@ -6,6 +6,7 @@ Plain lines on any terminal or log file; `job` holds one `Console` and gives it 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 from gspo.config import Run
@@ -34,10 +35,12 @@ class Console:
         self._stream = stream or sys.stdout
         self._rewards: list[float] = []
         self._seconds: list[float] = []
+        self._crashed = False
         self._said: tuple[str, bool] | None = None
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with suppress(BrokenPipeError):  # whoever read the lines has gone; the journal has them all
+            print(text, file=self._stream, flush=True)
 
     def step(self, m: dict[str, Any]) -> None:
         """The step's line; the verdict beneath it when it turns into something to know."""
@@ -57,6 +60,10 @@ class Console:
             f"{m['time/tokens_per_second']:.0f} tok/s",
             f"left {_duration(self._left(m['step']))}",
         ]
+        if m["rollouts/judged"] < m["rollouts/total"]:
+            crashed = f", {m['rollouts/crashed']} crashed" if m["rollouts/crashed"] else ""
+            unjudged = m["rollouts/total"] - m["rollouts/judged"]
+            parts.insert(2, f"unjudged {unjudged}/{m['rollouts/total']}{crashed}")
         if "eval/reward" in m:
             parts.insert(
                 2,
@@ -67,6 +74,13 @@ class Console:
         if said != self._said and said[0] != "learning":  # a state is said when it begins, not at each step of it
             self.say(f"    {m['verdict']}")
         self._said = said
+
+    def crash(self, text: str) -> None:
+        """The first traceback of a reward function; the others are in rollouts/."""
+        if not self._crashed:
+            self._crashed = True
+            self.say("    a reward function crashed (each crash is in rollouts/; such answers are left out):")
+            self.say("    " + text.strip().replace("\n", "\n    "))
 
     def _left(self, step: int) -> float:
         recent = self._seconds[-10:]

@@ -18,6 +18,7 @@ from typing import Any
 from gspo.algorithms.health import verdict
 from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, has_baseline, has_signal
+from gspo.errors import InputError, RunError
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
 from gspo.stats import Parity, UpdateStats, WeightChange
@@ -60,7 +61,13 @@ class Journal:
         self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
 
     def record(self, outcome: StepOutcome) -> Metrics:
-        """Write the step's line and its rollouts, and give back the line."""
+        """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses."""
+        try:
+            return self._record(outcome)
+        except OSError as error:
+            raise RunError(f"{self._path.parent}: step {outcome.step} could not be written: {error}") from error
+
+    def _record(self, outcome: StepOutcome) -> Metrics:
         metrics = step_metrics(outcome, self._row)
         self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
         metrics["groups/steps_without_signal"] = self._without_signal
@@ -91,18 +98,23 @@ class Journal:
 
     def _set_aside(self, after: int) -> None:
         lines = read(self._path)
+        if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):  # a line that was cut off goes
+            self._keep(lines)
         late = [line for line in lines if line["step"] > after]
-        files = [f for f in sorted(self._rollouts.glob("*.jsonl.gz")) if int(f.name.split(".")[0]) > after]
+        files = [f for f in sorted(self._rollouts.glob("[0-9]" * 8 + ".jsonl.gz")) if int(f.name[:8]) > after]
         if not late and not files:
             return
-        number = 1 + len(list(self._path.parent.glob("set-aside-*")))
-        aside = self._path.parent / f"set-aside-{number}"
+        numbers = [int(old.name.split("-")[-1]) for old in self._path.parent.glob("set-aside-[0-9]*")]
+        aside = self._path.parent / f"set-aside-{1 + max(numbers, default=0)}"
         aside.mkdir()
         for file in files:
             file.rename(aside / file.name)
         (aside / "journal.jsonl").write_text("".join(_line(line) for line in late))
+        self._keep([line for line in lines if line["step"] <= after])
+
+    def _keep(self, lines: Sequence[Metrics]) -> None:
         kept = self._path.with_suffix(".tmp")
-        kept.write_text("".join(_line(line) for line in lines if line["step"] <= after))
+        kept.write_text("".join(_line(line) for line in lines), encoding="utf-8")
         kept.replace(self._path)
 
 
@@ -110,8 +122,11 @@ def read(path: Path) -> list[Metrics]:
     """The lines of a journal; a last line that was cut off while it was written is left out."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
 
 
 def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
@@ -237,7 +252,7 @@ def evaluation_metrics(prefix: str, evaluation: Evaluation) -> Metrics:
     }
 
 
-def _rollout(step: int, group: Group, r: Rollout, advantage: float) -> Metrics:
+def _rollout(step: int, group: Group, r: Rollout, advantage: float | None) -> Metrics:
     reward = r.reward
     return {
         "format": FORMAT,
@@ -246,6 +261,9 @@ def _rollout(step: int, group: Group, r: Rollout, advantage: float) -> Metrics:
         "ordinal": group.ordinal,
         "index": r.index,
         "prompt": group.prompt.text,
+        "columns": {
+            key: value for key, value in group.prompt.columns.items() if isinstance(value, str | int | float | bool)
+        },
         "text": r.text,
         "prompt_ids": group.prompt.token_ids.tolist(),
         "ids": [i for s in r.segments for i in s.token_ids.tolist()],

@@ -243,7 +243,8 @@ class Learner:
         if grad_norm == 0.0 and tally.tokens_lost + tally.tokens_dropped < tally.tokens:
             raise RunError(
                 "no trainable weight changed: answers with different rewards gave a gradient of exactly zero. "
-                "No gradient reaches the trainable parameters; check which of them require a gradient and are used by the model"
+                "Either no gradient reaches the trainable parameters (check which of them require one and are used by the model), or the policy "
+                f"has saturated after {self.updates} updates and gives its tokens a probability of 1: lower optimizer.learning_rate"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -43,6 +43,7 @@ def train(job: Job) -> Result:
             job.publish(step)
             metrics = job.record(step, groups, batches, updates)
             job.save_if_due(metrics)
+        job.save_if_stopped()
     return Result(
         folder=job.folder,
         step=job.progress.step,

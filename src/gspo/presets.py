@@ -9,7 +9,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from gspo.errors import InputError
 
@@ -25,7 +25,7 @@ class Algorithm(BaseModel):
     Raises pydantic's ValidationError (a ValueError) for a row that makes no sense.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: str = "custom"
     """Name of the row; a preset's name means the preset's definition."""
@@ -90,6 +90,13 @@ class Algorithm(BaseModel):
 
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name != "mask_truncated":
+            raise ValueError(f"expected a value, found {str(value).lower()}")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from gspo import presets
 from gspo.config import Run
 from gspo.errors import InputError
 
@@ -36,8 +37,12 @@ def load(recipe: str | Path | None, words: list[str] | None = None, keys: Mappin
         InputError: no such recipe, unknown or misspelt key, wrong type, a contradiction.
     """
     tree = read_recipe(recipe) if recipe is not None else {}
+    seen: set[str] = set()
     for word in words or []:
         key, equals, value = word.partition("=")
+        if key in seen:
+            raise InputError(f"{key} is set twice: {word!r} is the second")
+        seen.add(key)
         if not equals:
             raise InputError(
                 f"{word!r}: settings are written key=value, as in steps=20 or optimizer.learning_rate=1e-5"
@@ -54,7 +59,7 @@ def read_recipe(recipe: str | Path) -> Tree:
     if str(recipe) in recipes():
         text, name = (resources.files("gspo.recipes") / f"{recipe}.yaml").read_text(), str(recipe)
     elif path.is_file():
-        text, name = path.read_text(), path.stem
+        text, name = _text_of(path), path.stem
     else:
         near = get_close_matches(str(recipe), recipes(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -62,7 +67,7 @@ def read_recipe(recipe: str | Path) -> Tree:
             f"{recipe}: no such file, and no built-in recipe of that name.{hint} Built-in: {', '.join(recipes())}."
         )
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=_Unique)
     except yaml.YAMLError as error:
         raise InputError(f"{recipe}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -71,10 +76,35 @@ def read_recipe(recipe: str | Path) -> Tree:
     return {"dir": f"runs/{name}", **tree}
 
 
+class _Unique(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, the first would be dropped without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a text file in UTF-8: {error}") from error
+
+
 def lay_over(tree: Tree, key: str, value: Any) -> None:
-    """Set one dotted key in place. A bare value replaces a whole section: `algorithm=grpo` drops gspo's adjustments."""
+    """Set one dotted key in place. A bare value replaces a whole section: `algorithm=grpo` drops gspo's adjustments.
+
+    A mapping that does not name its section anew is laid over it key by key.
+    """
     *parents, leaf = key.split(".")
     shorthands = _shorthands()
+    if isinstance(value, Mapping) and shorthands.get(key, "") not in value:
+        for name, below in value.items():
+            lay_over(tree, f"{key}.{name}", below)
+        return
     for depth, name in enumerate(parents):
         below = tree.get(name)
         if not isinstance(below, dict):
@@ -89,7 +119,7 @@ def check(tree: Tree, where: str) -> Run:
     try:
         return Run.model_validate(tree)
     except ValidationError as error:
-        raise InputError("\n".join(f"{where}: {_explain(e)}" for e in error.errors(include_url=False))) from error
+        raise InputError("\n".join(f"{where}: {_explain(e)}" for e in error.errors(include_url=False))) from None
 
 
 def _parse(key: str, word: str) -> Any:
@@ -139,6 +169,13 @@ def default(key: str) -> Any:
     for part in key.split("."):
         value = None if value is None else value[part]
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
+
+def choices(key: str) -> list[str]:
+    """The values that a key may have, where they are a short list."""
+    field = dict(_walk(Run, ""))[key]
+    names = list(presets.PRESETS) if key == "algorithm.name" else get_args(field.annotation)
+    return [str(name) for name in names] if all(isinstance(name, str | int) for name in names) else []
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:

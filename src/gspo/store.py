@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class Progress:
     """Ordinal of the next draw of a prompt: the position of the sampler."""
     best_reward: float | None = None
     """Highest evaluation reward so far."""
+    best_step: int | None = None
+    """The step that it was measured after: what `best` points to."""
     start_reward: float | None = None
     """Evaluation reward before the first step."""
     last_reward: float | None = None
@@ -50,6 +53,8 @@ class Store:
         self._folder = folder / "checkpoints"
         self._keep = keep
         self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.glob(".draft-*"):  # of a run that was killed while it saved
+            shutil.rmtree(draft)
 
     def save(
         self, progress: Progress, *, model: Any, tokenizer: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]
@@ -68,13 +73,15 @@ class Store:
             _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
-            (draft / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=1))
+            (draft / "state.json").write_text(
+                json.dumps({"format": FORMAT, **asdict(progress)}, indent=1, allow_nan=False)
+            )
             _sync(draft)
             if final.exists():
                 shutil.rmtree(final)
             draft.rename(final)
             _sync_folder(self._folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free
             raise RunError(
@@ -82,18 +89,19 @@ class Store:
             ) from error
         return final
 
-    def mark_best(self, checkpoint: Path) -> None:
-        """Point `best` at a checkpoint; it is never removed while it is the best."""
-        link, draft = self._run / "best", self._run / ".best"
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(checkpoint.relative_to(self._run))
-        draft.replace(link)
+    def settle(self, progress: Progress) -> None:
+        """Point `best` at the best checkpoint, then remove all others but the newest `keep`.
 
-    def prune(self) -> None:
-        """Remove all but the newest `keep` checkpoints and the best."""
-        best = (self._run / "best").resolve()
+        Both follow from `progress` alone, so that a run killed between a save and this is put right when it resumes.
+        """
+        best = self._folder / f"{progress.best_step:08d}" if progress.best_step is not None else None
+        if best is not None and best.is_dir():
+            link, draft = self._run / "best", self._run / ".best"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(best.relative_to(self._run))
+            draft.replace(link)
         for old in self.complete()[: -self._keep]:
-            if old.resolve() != best:
+            if old != best:
                 shutil.rmtree(old)
 
     def complete(self) -> list[Path]:
@@ -113,22 +121,60 @@ def latest(folder: Path) -> Path:
     return found[-1]
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Where a run can go on: its newest complete checkpoint, read and found whole before any weight is loaded."""
+
+    checkpoint: Path
+    progress: Progress
+    moments: dict[str, Tensor]
+    """State of the optimizer by name."""
+    about: dict[str, Any]
+    """What run.yaml says that the run was started with."""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Keys of the model section that name the checkpoint's weights."""
+        return {"name": str(self.checkpoint), "revision": None}
+
+
+def read_saved(folder: Path) -> Saved:
+    """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
+    checkpoint = latest(folder)
+    about: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text()).get("about", {})
+    return Saved(checkpoint, read_progress(checkpoint), _moments(checkpoint / "optimizer.safetensors"), about)
+
+
 def read_progress(checkpoint: Path) -> Progress:
     """What `save` wrote. Raises InputError for a format that this version does not read."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    if state.pop("format") != FORMAT:
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        found, progress = state.pop("format"), state
+    except (ValueError, AttributeError, KeyError) as error:
+        raise _damaged(checkpoint / "state.json", error) from error
+    if found != FORMAT:
         raise InputError(
             f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read"
         )
-    return Progress(**state)
+    try:
+        return Progress(**progress)
+    except TypeError as error:
+        raise _damaged(checkpoint / "state.json", error) from error
 
 
-def read_moments(checkpoint: Path) -> dict[str, Tensor]:
-    """Moments of the optimizer by name. Raises InputError if the file is missing."""
-    path = checkpoint / "optimizer.safetensors"
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path} is damaged ({error}): move the folder {path.parent} away, and the run resumes from the checkpoint before it"
+    )
+
+
+def _moments(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"{path} is missing: the run cannot be resumed without the state of its optimizer")
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
 
 
 def write_run(folder: Path, run: config.Run, about: dict[str, Any]) -> None:
@@ -137,6 +183,18 @@ def write_run(folder: Path, run: config.Run, about: dict[str, Any]) -> None:
     (folder / "run.yaml").write_text(
         yaml.safe_dump({**settings.dump(run), "about": about}, sort_keys=False, allow_unicode=True)
     )
+
+
+def change_steps(folder: Path, steps: int) -> int:
+    """Write the number of steps that a resumed run goes on to into its run.yaml; returns what stood there."""
+    path = folder / "run.yaml"
+    draft = path.with_suffix(".tmp")
+    before: int = yaml.safe_load(path.read_text())["steps"]
+    draft.write_text(
+        yaml.safe_dump({**yaml.safe_load(path.read_text()), "steps": steps}, sort_keys=False, allow_unicode=True)
+    )
+    draft.replace(path)
+    return before
 
 
 def _declare_dtype(path: Path, weights: dict[str, Tensor]) -> None:

@@ -9,6 +9,10 @@ import pytest
 from gspo.algorithms.health import verdict
 
 HEALTHY: dict[str, Any] = {
+    "rollouts/total": 64,
+    "rollouts/judged": 64,
+    "rollouts/crashed": 0,
+    "rollouts/no_verdict": 0,
     "groups/total": 8,
     "groups/signal": 6,
     "groups/all_right": 1,
@@ -44,6 +48,12 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
         ({**SILENT, "groups/steps_without_signal": 3}, "no_signal", True, ["3 steps in a row"]),
         ({**SILENT, "updates/done": 4}, "no_signal", False, ["KL term"]),
         ({"updates/done": 0, "truncated/share": 0.9}, "left_out", True, ["mask_truncated", "90%"]),
+        (
+            {**SILENT, "rollouts/judged": 0, "rollouts/crashed": 60, "rollouts/no_verdict": 4},
+            "unjudged",
+            True,
+            ["none of the 64", "crashed on 60", "no verdict on 4"],
+        ),
         ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
         (
             {"anchor": "rollout", "parity/signed": -1.5e-4},

@@ -22,18 +22,29 @@ class Verdict:
     """What a step says about the run."""
 
     kind: str
-    """no_signal, left_out, mismatch, truncated or learning."""
+    """unjudged, no_signal, left_out, mismatch, truncated or learning."""
     text: str
     warning: bool = False
 
 
 def verdict(metrics: Mapping[str, Any]) -> Verdict:
     """Read a step's metrics, gravest cause first."""
-    for judge in (_no_signal, _left_out, _mismatch, _truncated):
+    for judge in (_unjudged, _no_signal, _left_out, _mismatch, _truncated):
         found = judge(metrics)
         if found is not None:
             return found
     return _learning(metrics)
+
+
+def _unjudged(m: Mapping[str, Any]) -> Verdict | None:
+    if m["rollouts/judged"]:
+        return None
+    return Verdict(
+        "unjudged",
+        f"none of the {m['rollouts/total']} answers was judged: the reward function crashed on {m['rollouts/crashed']} and gave no verdict "
+        f"on {m['rollouts/no_verdict']}. Its errors are in rollouts/",
+        warning=True,
+    )
 
 
 def _no_signal(m: Mapping[str, Any]) -> Verdict | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -82,6 +83,11 @@ def load_policy(model: config.Model) -> Policy:
         if getattr(hf.config, "_experts_implementation", None) is not None:
             hf.set_experts_implementation("eager")  # the grouped product has no float64
     stop_ids = _stop_ids(hf, tokenizer, model.name)
+    rows = hf.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise InputError(
+            f"model={model.name}: the tokenizer has {len(tokenizer)} tokens and the model {rows}: they do not belong together"
+        )
     _prepare(hf, model.name)
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
@@ -105,8 +111,15 @@ def load_tokenizer(model: config.Model) -> Any:
 
 def _find(model: config.Model) -> Checkpoint:
     path = Path(model.name).expanduser()
+    if model.revision is not None and (model.name in BUILTIN or path.exists()):
+        raise InputError(f"model.revision={model.revision} has no effect with model={model.name}, which is no hub id")
     if model.name in BUILTIN:
         return BUILTIN[model.name]
+    if (path / "run.yaml").is_file():
+        found = sorted(str(folder) for folder in [*path.glob("best"), *path.glob("checkpoints/[0-9]*")])
+        raise InputError(
+            f"model={model.name}: the folder of a run; give a checkpoint of it: {', '.join(found) or 'it has none yet'}"
+        )
     if path.is_dir():
         return _pretrained(model, str(path), origin=str(path.resolve()))
     if path.is_file() and path.suffix == ".gguf":
@@ -121,10 +134,25 @@ def _find(model: config.Model) -> Checkpoint:
 def _pretrained(model: config.Model, name: str, origin: str) -> Checkpoint:
     keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
     return Checkpoint(
-        model=lambda: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **keys),
+        model=lambda: _complete(AutoModelForCausalLM.from_pretrained, name, dtype=torch.float32, **keys),
         tokenizer=lambda: AutoTokenizer.from_pretrained(name, **keys),
         origin=origin,
     )
+
+
+def _complete(read: Callable[..., Any], name: str, **keys: Any) -> Any:
+    """The model, if the checkpoint has every tensor of it: transformers would make up the others at random."""
+    hf, info = read(name, output_loading_info=True, **keys)
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise ValueError(
+            f"its weights lack {len(lacking)} tensors that its config.json asks for, {lacking[0]} among them"
+        )
+    if info["unexpected_keys"]:
+        log.warning(
+            "model=%s: %d tensors of its weights belong to no part of the model", name, len(info["unexpected_keys"])
+        )
+    return hf
 
 
 def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
@@ -132,10 +160,10 @@ def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
     try:
         with without_progress_bars():
             return read()
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
         where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
-        raise InputError(f"model={model.name}: could not be loaded: {error}.{where}") from error
+        raise InputError(f"model={model.name}: could not be loaded: {str(error).rstrip('. ')}.{where}") from error
 
 
 @contextmanager
@@ -239,6 +267,10 @@ def _prepare(model: Any, name: str) -> None:
     )
     tokens_L = tokens_L.to(model.device)
     own, head_output = _own_logits(model, tokens_L)
+    if not own.isfinite().all():
+        raise InputError(
+            f"model={name}: its logits are not finite, so its weights hold values that are not: use another checkpoint"
+        )
     if not torch.equal(own, head_output):
         raise InputError(
             f"model={name}: {family} changes its logits after the output layer (soft-capping or a scale), which the policy head does not do: use another model"

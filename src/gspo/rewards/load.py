@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
@@ -132,6 +132,11 @@ def _from_file(function: str) -> Any:
         raise InputError(
             f"reward={function}: no such rule.{hint} There are {', '.join(RULES)}; your own function is written file.py:name"
         )
+    if file == "python":
+        raise InputError(
+            f"reward={function}: this function was given from Python, so the command line does not have it: "
+            "write it as file.py:name, or go on with gspo.train(resume=DIR, reward=function)"
+        )
     path = Path(file)
     if not path.is_file():
         near = get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.py")], n=1)
@@ -242,7 +247,8 @@ def _bound(
 
     def call(completion: str, columns: Mapping[str, Any], rendered_prompt: str) -> float | None:
         given = {
-            name: columns[column]
+            # A copy: a function that changes a list would change the data that later answers are judged on.
+            name: deepcopy(columns[column])
             for name, column in reads.items()
             if name not in optional or columns[column] is not None
         }
@@ -251,6 +257,10 @@ def _bound(
         return _verdict(function(completion, **given, **fixed))
 
     return call
+
+
+_LARGEST = 1e30
+"""Rewards are squared and summed; beyond this float64 would overflow, and no scale of rewards needs it."""
 
 
 def _verdict(value: object) -> float | None:
@@ -268,9 +278,12 @@ def _verdict(value: object) -> float | None:
         raise TypeError(
             f"the reward function returned {type(value).__name__} {value!r:.80}, not a number or None{hint}"
         )
-    if not math.isfinite(value):
-        raise ValueError(f"the reward function returned {value}: a reward is finite, or None where there is no verdict")
-    return float(value)
+    number = float(value)
+    if not abs(number) <= _LARGEST:  # nan is not
+        raise ValueError(
+            f"the reward function returned {value}: a reward is finite, within {_LARGEST:g} of 0, or None where there is no verdict"
+        )
+    return number
 
 
 def _try(function: RewardFunction, rows: Rows) -> None:

@@ -26,6 +26,8 @@ def judge(function: RewardFunction, prompt: Prompt, rollout: Rollout) -> Reward:
     name = function.name
     try:
         value = function.call(rollout.text, prompt.columns, prompt.text)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a judge that calls sys.exit, or was cancelled, is a judge that crashed
         return Reward(None, {name: None}, {name: Status.CRASHED}, error="".join(traceback.format_exception(error)))
     return Reward(value, {name: value}, {name: Status.NO_VERDICT if value is None else Status.OK})

@@ -101,7 +101,7 @@ def overlap(train: Rows, held_out: Rows, data: Data) -> str | None:
 
 
 def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
 # ------------------------------------------------------------------------------ sources
@@ -149,7 +149,7 @@ def _from_jsonl(path: Path, limit: int | None) -> Rows:
             where = f"{path}: line {number} (row {len(rows)})"
             try:
                 row = json.loads(raw.decode("utf-8-sig"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(
                     f'{where}: not valid JSON: {error}. Each line is one object, as in {{"prompt": ...}}'
                 ) from error
@@ -250,12 +250,19 @@ def _checked(found: Rows, column: str) -> Rows:
     return found
 
 
+def _unwritable(text: str) -> str | None:
+    """Half of a surrogate pair can stand in JSON, and in no file and no tokenizer."""
+    return (
+        "the prompt has a character that is no Unicode text" if any("\ud800" <= c <= "\udfff" for c in text) else None
+    )
+
+
 def _fault(prompt: Any) -> str | None:
     """What is wrong with a prompt, or None."""
     if prompt is None:
         return "the prompt is null"
     if isinstance(prompt, str):
-        return None if prompt.strip() else "the prompt is empty"
+        return _unwritable(prompt) or (None if prompt.strip() else "the prompt is empty")
     if not isinstance(prompt, list):
         return f"a prompt is text or a list of messages, not {type(prompt).__name__}"
     if not prompt:
@@ -265,6 +272,8 @@ def _fault(prompt: Any) -> str | None:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             return 'each message is {"role": text, "content": text}'
+        if fault := _unwritable(message["content"]):
+            return fault
     if prompt[-1]["role"] == "assistant":
         return "the messages end with the assistant's answer, which the model is to write: leave it out"
     return None if any(message["content"].strip() for message in prompt) else "the prompt is empty"

@@ -1,0 +1,224 @@
+"""A run put together, in the order in which it can fail: configuration, data, reward and prompts before a weight is read.
+
+In: a `Run`, rows from Python, the folder of a run to go on with. Out: a `Job` for the loop. The command line and the
+Python API call `build` and `evaluate_model`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from gspo import __version__, presets, settings, store
+from gspo.config import Model, Run
+from gspo.console import Console, plan
+from gspo.engines.local import LocalEngine
+from gspo.errors import InputError
+from gspo.evaluate import evaluate
+from gspo.inputs import Inputs, Row, read_inputs
+from gspo.job import Job
+from gspo.journal import Journal
+from gspo.learner import Learner, cast, policy_objective
+from gspo.machine import set_threads
+from gspo.models.load import Policy, load_policy
+from gspo.store import Progress, Store
+from gspo.tasks.sampler import Sampler
+
+
+def build(
+    run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None, resume: Path | None = None
+) -> Job:
+    """Check the inputs, load the weights, join the parts. With `resume`, from its newest complete checkpoint.
+
+    Raises:
+        InputError: before any weight is read, for whatever the user can mend.
+    """
+    folder = resume or _new_folder(run)
+    saved = store.read_saved(folder) if resume else None
+    console = Console(run.steps)
+    inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
+    if saved is not None and saved.about.get("data_sha256") != inputs.sha256:
+        raise InputError(
+            f"{resume}: the prompts are not those that the run was started with: put the data back as it was, "
+            "or start a new run"
+        )
+    console.say(plan(run))
+    notes = (*presets.advice(run.algorithm), *_sampling_advice(run), *_evaluation_advice(run, inputs), *inputs.notes)
+    for note in notes:
+        console.say(f"note: {note}")
+    threads = set_threads(run.threads)
+    policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
+    console.say(f"{policy.announcement}; {threads} threads")
+    _require_room(policy, inputs, run)
+    learner = _learner(run, policy)
+    engine = LocalEngine(policy, run.sampling, run.seed)
+    console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
+    progress = (
+        _start(run, folder, _about(policy, engine, threads, inputs))
+        if saved is None
+        else _go_on(run, learner, saved, console)
+    )
+    engine.load(learner.weights(), version=progress.step)
+    checkpoints = Store(folder, run.checkpoint.keep)
+    checkpoints.settle(progress)
+    return Job(
+        run=run,
+        folder=folder,
+        inputs=inputs,
+        policy=policy,
+        sampler=Sampler(inputs.prompts, run.seed, progress.position),
+        engine=engine,
+        learner=learner,
+        objective=policy_objective(run.algorithm),
+        journal=Journal(folder, run.algorithm, run.sampling.max_new_tokens, after=progress.step),
+        store=checkpoints,
+        console=console,
+        progress=progress,
+    )
+
+
+def _start(run: Run, folder: Path, about: dict[str, Any]) -> Progress:
+    store.write_run(folder, run, about)
+    return Progress(step=0, updates=0, position=0)
+
+
+def _go_on(run: Run, learner: Learner, saved: store.Saved, console: Console) -> Progress:
+    """Put the learner where the checkpoint left it, and say what was restored."""
+    progress = saved.progress
+    learner.restore(saved.moments, progress.updates)
+    console.say(
+        f"resumed from {saved.checkpoint}: weights, optimizer ({progress.updates} updates), "
+        f"position {progress.position} in the data"
+    )
+    before = store.change_steps(saved.checkpoint.parents[1], run.steps)
+    if before != run.steps and run.optimizer.schedule != "constant":
+        console.say(
+            f"note: the {run.optimizer.schedule} schedule now ends at step {run.steps} instead of {before}, "
+            "so the learning rate does not follow its old course"
+        )
+    return progress
+
+
+def _new_folder(run: Run) -> Path:
+    folder = Path(run.dir or "runs/run")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"dir={folder}: {above} is not a folder that can be written to")
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(
+            f"dir={folder}: there is a run in this folder. Continue it with `gspo train --resume {folder}`, or choose another dir"
+        )
+    return folder
+
+
+def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
+    """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    prompt, answer = len(inputs.longest.token_ids), run.sampling.max_new_tokens
+    if positions is not None and prompt + answer > positions:
+        raise InputError(
+            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the model's {positions} positions: "
+            "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
+        )
+
+
+def _learner(run: Run, policy: Policy) -> Learner:
+    reference = None
+    if run.algorithm.needs_reference:
+        reference = load_policy(run.model).model.requires_grad_(False)
+        cast(reference, policy.compute_dtype)
+    return Learner(
+        model=policy.model,
+        row=run.algorithm,
+        settings=run.optimizer,
+        temperature=run.sampling.temperature,
+        max_new_tokens=run.sampling.max_new_tokens,
+        total_updates=run.steps * run.algorithm.updates_per_step,
+        compute_dtype=policy.compute_dtype,
+        reference=reference,
+    )
+
+
+def _sampling_advice(run: Run) -> list[str]:
+    s = run.sampling
+    if s.top_p == 1 and s.top_k == 0:
+        return []
+    return [
+        f"top_p={s.top_p:g}, top_k={s.top_k}: answers are sampled from a truncated distribution and trained on the full one, so engine and trainer "
+        "differ by the mass cut off (see parity/signed). top_p=1 top_k=0 has no such gap."
+    ]
+
+
+def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
+    if inputs.held_out or not run.eval.every:
+        return []
+    return [
+        "there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
+    ]
+
+
+def _about(policy: Policy, engine: LocalEngine, threads: int, inputs: Inputs) -> dict[str, Any]:
+    source = policy.source
+    return {
+        "gspo": __version__,
+        "format": store.FORMAT,
+        "weights": {"name": source.name, "origin": source.origin, "sha256": source.sha256},
+        "data_sha256": inputs.sha256,
+        "compute_dtype": str(policy.compute_dtype).removeprefix("torch."),
+        "device": str(policy.device),
+        "threads": threads,
+        "sampling": engine.describe(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+def resumed_run(folder: Path, words: Sequence[str]) -> Run:
+    """The configuration of the run in `folder`; `steps` alone may be changed.
+
+    Raises InputError if there is no such run, if a word would make it another run, or if nothing is left to do.
+    """
+    done = store.read_progress(store.latest(folder)).step
+    other = [word for word in words if word.partition("=")[0] != "steps"]
+    if other:
+        raise InputError(
+            f"--resume continues the run in {folder} as it was configured; {other[0]!r} would make it another run. "
+            "Only steps can be changed"
+        )
+    run = settings.load(folder / "run.yaml", [f"dir={folder}", *words])
+    if run.steps <= done:
+        raise InputError(
+            f"{folder}: the run has done {done} of {run.steps} steps, so nothing is left; go on with steps=N, N above {done}"
+        )
+    return run
+
+
+def evaluate_model(run: Run) -> Iterator[str]:
+    """Answer and judge the held-out prompts of `run` with its model; yields the lines of the command `eval`.
+
+    Raises InputError if the recipe has no held-out prompts.
+    """
+    inputs = read_inputs(run)
+    if not inputs.held_out:
+        raise InputError("nothing to evaluate on: this data has no held-out rows of its own; give eval.source=FILE")
+    set_threads(run.threads)
+    policy = load_policy(run.model)
+    yield policy.announcement
+    cast(policy.model, policy.compute_dtype)
+    engine = LocalEngine(policy, run.sampling, run.seed)
+    e = run.eval
+    kinds = [False, True] if e.greedy else [False]
+    for greedy in kinds:
+        found, _ = evaluate(
+            engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
+        )
+        name, k = "greedy" if greedy else "sampled", found.samples
+        yield f"{name} reward, avg@{k}: {found.reward.value:.3f} (95 % interval {found.reward.low:.3f} to {found.reward.high:.3f}) on {found.rows} prompts"
+        yield f"{name} pass@{k}: {found.pass_at_k.value:.3f} ({found.pass_at_k.low:.3f} to {found.pass_at_k.high:.3f}); {found.length:.1f} tokens an answer; {found.unjudged} prompts unjudged"

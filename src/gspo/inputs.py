@@ -1,0 +1,73 @@
+"""Data and rewards, checked before a weight is read: all that a user can get wrong in them is refused here.
+
+In: the configuration, and rows if they come from Python. Out: `Inputs`. `job` and the command `eval` call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.config import Run
+from gspo.errors import InputError
+from gspo.models.load import load_tokenizer
+from gspo.rewards.load import RewardFunction, load_reward
+from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
+from gspo.tasks.render import render
+from gspo.types import Prompt
+
+Row = Mapping[str, Any]
+FROM_PYTHON = "python"
+"""What run.yaml says of data whose rows were given from Python."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Data and rewards, checked: all that a run needs before its weights."""
+
+    prompts: tuple[Prompt, ...]
+    reward: RewardFunction
+    held_out: tuple[Prompt, ...]
+    held_out_reward: RewardFunction
+    notes: tuple[str, ...]
+
+    @property
+    def longest(self) -> Prompt:
+        return max((*self.prompts, *self.held_out), key=lambda prompt: len(prompt.token_ids))
+
+    @property
+    def sha256(self) -> str:
+        """Of the prompts to train on, in order: a resumed run has to find the same."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(f"{prompt.row} {prompt.text}\n".encode())
+        return digest.hexdigest()
+
+
+def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:
+    """Rows, reward functions and rendered prompts. Raises InputError for anything that cannot be used."""
+    if rows is None and run.data.source == FROM_PYTHON:
+        raise InputError(
+            "the rows of this run were given from Python, so the command line does not have them: "
+            "go on with gspo.train(resume=DIR, data=rows, reward=function)"
+        )
+    data = read_rows(run.data, rows=rows)
+    reward = load_reward(run.reward, data)
+    held_out: Rows | None
+    if eval_rows is not None:
+        held_out = read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows)
+    else:
+        held_out = held_out_rows(run.data, run.eval, train=data)
+    held_out_reward = load_reward(run.eval.reward or run.reward, held_out) if held_out else reward
+    tokenizer = load_tokenizer(run.model)
+    rendered = render(data, tokenizer, run.data)
+    notes = [*data.notes, *rendered.notes]
+    test: tuple[Prompt, ...] = ()
+    if held_out is not None:
+        shown = render(held_out, tokenizer, run.data)
+        test, notes = shown.prompts, [*notes, *held_out.notes, *shown.notes]
+        shared = overlap(data, held_out, run.data)
+        notes += [shared] if shared else []
+    return Inputs(rendered.prompts, reward, test, held_out_reward, tuple(notes))
