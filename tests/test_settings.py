@@ -241,3 +241,31 @@ def test_the_nearest_name_is_the_one_that_was_meant(word, near):
 def test_a_key_of_a_task_is_refused_beside_a_file():
     with pytest.raises(InputError, match=r"low belongs to the task addition and has no effect with source=rows\.jsonl"):
         settings.load(None, ["data=rows.jsonl", "data.low=3"])
+
+
+@pytest.mark.parametrize(
+    "word", ["optimizer.learning_rate=.inf", "sampling.temperature=.nan", "algorithm.clip_low=.inf"]
+)
+def test_numbers_are_finite(word):
+    with pytest.raises(InputError, match="finite"):
+        settings.load(None, [word])
+
+
+@pytest.mark.parametrize("word", ["algorithm.clip_low=true", "seed=18446744073709551616", "threads=100000", "dir="])
+def test_values_out_of_range_are_refused(word):
+    with pytest.raises(InputError, match=word.partition("=")[0]):
+        settings.load(None, [word])
+
+
+def test_a_key_stands_once(recipe):
+    with pytest.raises(InputError, match="'steps' stands twice"):
+        settings.load(recipe("steps: 1\nsteps: 2\n"))
+    with pytest.raises(InputError, match="steps is set twice"):
+        settings.load(None, ["steps=1", "steps=2"])
+
+
+def test_a_mapping_from_python_is_laid_over_the_recipes_section(recipe):
+    path = recipe("optimizer:\n  learning_rate: 3.0e-3\nalgorithm:\n  name: gspo\n  clip_low: 1.0e-3\n")
+    run = settings.load(path, keys={"optimizer": {"warmup_updates": 2}, "algorithm": {"name": "grpo"}})
+    assert (run.optimizer.learning_rate, run.optimizer.warmup_updates) == (3e-3, 2)
+    assert run.algorithm.clip_low == 0.2, "a section that is named anew starts anew"

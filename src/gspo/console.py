@@ -5,6 +5,7 @@ Plain lines on any terminal or log file; `job` holds one `Console` and gives it 
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
@@ -97,7 +98,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def _duration(seconds: float) -> str:

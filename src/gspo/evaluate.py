@@ -67,7 +67,7 @@ def evaluate(
     means = np.array([values.mean() for values in judged])
     passed = np.array([(values >= pass_at).any() for values in judged])
     tokens = [r.policy_tokens for g in groups for r in g.rollouts]
-    binary = all(np.isin(values, (0.0, 1.0)).all() for values in judged)
+    binary = bool(judged) and all(np.isin(values, (0.0, 1.0)).all() for values in judged)
     return Evaluation(
         reward=_within(0.0, 1.0, normal_interval(means)) if binary else normal_interval(means),
         pass_at_k=wilson_interval(int(passed.sum()), len(passed)),
@@ -85,7 +85,7 @@ def normal_interval(values: np.ndarray) -> Interval:
     if np.isin(values, (0.0, 1.0)).all():
         return wilson_interval(int(values.sum()), len(values))
     mean = float(values.mean())
-    half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return Interval(mean, mean - half, mean + half)
 
 

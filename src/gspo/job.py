@@ -168,8 +168,10 @@ class Job:
         self._start = {key.replace("eval", "eval/start", 1): value for key, value in self.measure().items()}
         self._seconds = {}
         reward = self._start["eval/start"].reward
-        if math.isfinite(reward.value):
-            self.progress = replace(self.progress, start_reward=reward.value, last_reward=reward.value)
+        if not math.isfinite(reward.value):
+            self.console.say("before training: no held-out answer was judged")
+            return
+        self.progress = replace(self.progress, start_reward=reward.value, last_reward=reward.value)
         self.console.say(
             f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) "
             f"on {len(self.inputs.held_out)} prompts"

@@ -1,0 +1,181 @@
+"""A run that was cut off, moved, damaged or given other data: it goes on exactly, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import gspo
+from gspo import cli, settings
+from gspo.build import build
+from gspo.loop import train as loop
+
+ROWS = [{"prompt": f"say {i}"} for i in range(6)]
+
+
+def digits(completion: str) -> float:
+    return sum(c.isdigit() for c in completion) / max(1, len(completion))
+
+
+def tiny(folder: Path, **keys: Any) -> Path:
+    given: dict[str, Any] = dict(steps=2, prompts_per_step=4, group_size=4, threads=1, reward=digits, eval={"every": 0})
+    return gspo.train("tiny", dir=folder, **{**given, **keys}).folder
+
+
+def test_a_run_goes_on_only_with_the_rows_it_was_started_with(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run", data=ROWS)
+    with pytest.raises(gspo.InputError, match="given from Python"):
+        gspo.train(resume=folder, reward=digits, steps=3)
+    with pytest.raises(gspo.InputError, match="not those that the run was started with"):
+        gspo.train(resume=folder, reward=digits, steps=3, data=ROWS[:3])
+    assert gspo.train(resume=folder, reward=digits, steps=3, data=ROWS).step == 3
+
+
+def test_the_command_line_does_not_guess_a_reward_from_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny(tmp_path / "run")
+    assert cli.guarded(lambda: cli.app(["train", "--resume", str(folder), "steps=3"])) == 2
+    assert "given from Python" in capsys.readouterr().err
+
+
+def test_the_steps_of_a_resumed_run_are_written_down(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run")
+    gspo.train(resume=folder, reward=digits, steps=3)
+    assert settings.load(folder / "run.yaml").steps == 3
+    for steps in ({}, {"steps": 3}, {"steps": 1}):
+        with pytest.raises(gspo.InputError, match="has done 3 of"):
+            gspo.train(resume=folder, reward=digits, **steps)
+
+
+def test_a_schedule_that_ends_elsewhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny(tmp_path / "run", optimizer={"schedule": "linear"})
+    gspo.train(resume=folder, reward=digits, steps=4)
+    assert "linear schedule now ends at step 4 instead of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "part"),
+    [
+        ("state.json", lambda path: path.write_text("{"), "state.json is damaged"),
+        ("state.json", lambda path: path.write_text('{"format": 1, "moon": 3}'), "state.json is damaged"),
+        ("state.json", lambda path: path.write_text('{"format": 99}'), "another version of gspo"),
+        ("optimizer.safetensors", lambda path: path.unlink(), "without the state of its optimizer"),
+        ("optimizer.safetensors", lambda path: path.write_bytes(b"half"), "optimizer.safetensors is damaged"),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:500]), "could not be loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(file: str, damage: Any, part: str, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run", steps=1)
+    damage(folder / "checkpoints" / "00000001" / file)
+    with pytest.raises(gspo.InputError, match=part):
+        gspo.train(resume=folder, reward=digits, steps=2)
+
+
+def test_no_tensor_is_made_up(tmp_path: Path) -> None:
+    """transformers fills what a file lacks with random numbers."""
+    checkpoint = tiny(tmp_path / "run", steps=1) / "checkpoints" / "00000001"
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(gspo.InputError, match=r"lack 1 tensors .* model\.layers\.0\.mlp\.down_proj\.weight"):
+        tiny(tmp_path / "other", model=checkpoint)
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run")
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write('{"format": 1, "step": 3, "vers')
+    gspo.train(resume=folder, reward=digits, steps=3)
+    assert [json.loads(line)["step"] for line in (folder / "journal.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_an_evaluation_without_a_verdict_is_not_the_best(tmp_path: Path) -> None:
+    verdicts = iter([None] * 33 + [0.5] * 1000)  # the trial, then 16 prompts before training and after step 1
+    folder = tiny(
+        tmp_path / "run",
+        steps=3,
+        reward=lambda completion: digits(completion),
+        eval={"every": 1, "reward": lambda completion: next(verdicts)},
+        checkpoint={"every": 1, "keep": 3},
+    )
+    assert (folder / "best").resolve().name == "00000002"
+    state = json.loads((folder / "best" / "state.json").read_text())
+    assert (state["best_reward"], state["best_step"], state["start_reward"]) == (0.5, 2, None)
+
+
+def test_best_is_put_right_if_the_run_was_killed_before_it_was_marked(tmp_path: Path) -> None:
+    keys: dict[str, Any] = dict(eval={"every": 2, "limit": 4}, checkpoint={"every": 1, "keep": 1})
+    folder = tiny(tmp_path / "run", **keys)
+    (folder / "best").unlink()
+    gspo.train(resume=folder, reward=digits, steps=3)
+    assert (folder / "best").resolve().name in ("00000002", "00000003")
+    assert (folder / "best" / "model.safetensors").is_file()
+
+
+def test_a_signal_before_the_first_step_leaves_something_to_resume(tmp_path: Path) -> None:
+    import signal
+
+    job = build(settings.load("tiny", [f"dir={tmp_path / 'run'}", "steps=2", "threads=1"]))
+    job.stopped_by = signal.SIGTERM
+    result = loop(job)
+    assert (result.step, result.exit_code) == (0, 143)
+    assert gspo.train(resume=tmp_path / "run").step == 2
+
+
+def test_a_disk_that_refuses_leaves_earlier_checkpoints_and_says_so(tmp_path: Path) -> None:
+    """verl-project/verl#4873: old checkpoint gone, new one not there."""
+    folder = tiny(tmp_path / "run", checkpoint={"every": 1, "keep": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the weights are larger
+    try:
+        with pytest.raises(gspo.RunError, match=r"00000003 could not be written .* GB are free"):
+            gspo.train(resume=folder, reward=digits, steps=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["00000002"]
+    assert gspo.train(resume=folder, reward=digits, steps=3).step == 3
+
+
+def test_a_reward_that_crashes_is_shown_once_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(completion: str) -> float:
+        return completion.no_such_thing if completion else 0.0  # type: ignore[attr-defined]
+
+    folder = tiny(tmp_path / "run", reward=broken)
+    out = capsys.readouterr().out
+    assert out.count("AttributeError") == 1
+    assert "unjudged 16/16, 16 crashed" in out
+    last = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
+    assert "crashed on 16" in last["verdict"]
+    assert last["reward/mean"] is None
+
+
+def test_a_run_folder_is_no_model_and_its_checkpoints_are_named(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run", steps=1)
+    with pytest.raises(gspo.InputError, match="checkpoints/00000001"):
+        tiny(tmp_path / "other", model=folder)
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused_before_the_run_exists(tmp_path: Path) -> None:
+    with pytest.raises(gspo.InputError, match=r"2048 positions"):
+        tiny(tmp_path / "run", sampling={"max_new_tokens": 100_000})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(gspo.InputError, match="not a folder"):
+        tiny(tmp_path / "file" / "run")
+
+
+def test_a_copy_of_a_run_goes_on_where_it_lies(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run")
+    moved = Path(shutil.copytree(folder, tmp_path / "moved", symlinks=True))
+    assert gspo.train(resume=moved, reward=digits, steps=3).folder == moved
+    assert not (folder / "checkpoints" / "00000003").exists()
