@@ -52,7 +52,8 @@ def build(
     notes = (*presets.advice(run.algorithm), *_sampling_advice(run), *_evaluation_advice(run, inputs), *inputs.notes)
     for note in notes:
         console.say(f"note: {note}")
-    threads = set_threads(run.threads)
+    # Rounding depends on the number of threads: a resumed run keeps that of its start.
+    threads = set_threads(run.threads if saved is None else saved.about["threads"])
     policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
     console.say(f"{policy.announcement}; {threads} threads")
     _require_room(policy, inputs, run)

@@ -193,7 +193,7 @@ class Run(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the order of prompts and of every random number of sampling."""
     threads: int | None = Field(default=None, gt=0, le=1024)
-    """CPU threads; null: one for each core."""
+    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
     prompts_per_step: int = Field(default=8, gt=0)
     """Prompts drawn for a step."""
     group_size: int = Field(default=8, gt=0)

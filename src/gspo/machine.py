@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import statistics
 import sys
+import time
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -32,9 +34,44 @@ def _keep_pages() -> None:
 
 
 def set_threads(threads: int | None) -> int:
-    """Use `threads` CPU threads, or one for each core that this process may run on. Returns the number."""
+    """Use `threads` CPU threads, or as many as are found to be worth it now. Returns the number."""
     import torch
 
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or available)
+    torch.set_num_threads(threads or _worthwhile_threads())
     return torch.get_num_threads()
+
+
+def _worthwhile_threads() -> int:
+    """One, half or all of the cores that this process may run on: more only where they are clearly faster.
+
+    Every operation waits for its slowest thread, so that a core that others are using (another process, or another
+    guest of the same host) can make two threads slower than one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    candidates = sorted({1, max(1, cores // 2), cores})
+    if len(candidates) == 1:
+        return 1
+    # In turns, so that what else the machine does meets all of them alike.
+    rounds = [[_seconds_of_work(threads) for threads in candidates] for _ in range(9)]
+    seconds = {
+        threads: statistics.median(column)
+        for threads, column in zip(candidates, zip(*rounds, strict=True), strict=True)
+    }
+    chosen = 1
+    for threads in candidates[1:]:
+        chosen = threads if seconds[threads] < 0.8 * seconds[chosen] else chosen
+    return chosen
+
+
+def _seconds_of_work(threads: int) -> float:
+    """Time of work like a layer's: products and, between them, short operations that have to be waited for."""
+    import torch
+
+    torch.set_num_threads(threads)
+    x, weight = torch.ones(768, 576), torch.full((576, 576), 1e-3)
+    start = time.perf_counter()
+    for _ in range(4):
+        y = torch.nn.functional.silu(x @ weight)
+        for _ in range(6):
+            y = y * 0.5 + x
+    return time.perf_counter() - start
