@@ -20,7 +20,7 @@ from gspo.engines.engine import Request
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import InputError, RunError
-from gspo.models.attention import KeyValues, Prefill, Step
+from gspo.models.cache import KeyValues, Prefill, Step
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
 from gspo.types import Group, Rollout, Segment, Stop
