@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,22 @@ def make(family: str, dtype: torch.dtype = torch.float64) -> Any:
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=dtype, attn_implementation="sdpa").eval()
     if family == "qwen3_moe" and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product has no float64
+    if dtype == torch.float64:
+        _norms_in_float64(model)
     return model
+
+
+def _norms_in_float64(model: Any) -> None:
+    """transformers takes norms in float32 whatever the model's type: a rounding error then becomes 1e-7."""
+    for module in model.modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if epsilon is not None:
+            offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
+            module.forward = partial(_norm, module, epsilon, offset)
+
+
+def _norm(module: Any, epsilon: float, offset: float, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (module.weight + offset)
 
 
 def sequences(lengths: list[int], seed: int = 5) -> list[Tensor]:
@@ -71,6 +88,51 @@ def packed(tokens: list[Tensor], answers: list[int]) -> dict[str, Tensor]:
         source_N=source_N,
         target_N=tokens_T[source_N + 1],
     )
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Segments of tokens, each hanging on an earlier one or on nothing."""
+
+    tokens: list[Tensor]
+    parents: list[int | None]
+
+    def path(self, i: int) -> list[int]:
+        parent = self.parents[i]
+        return [i] if parent is None else [*self.path(parent), i]
+
+    def above(self, i: int) -> Tensor:
+        """Every token above segment i."""
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(self.tokens[j] for j in self.path(i)[:-1])])
+
+    def rows(self) -> dict[str, Tensor]:
+        """What `trained_logprobs` takes, but for the layout: every token of a segment that hangs is a target."""
+        lengths = [len(ids) for ids in self.tokens]
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        sources, targets = [], []
+        for i, parent in enumerate(self.parents):
+            if parent is not None:
+                own = list(range(starts[i], starts[i + 1]))
+                sources += [starts[parent + 1] - 1, *own[:-1]]
+                targets += own
+        tokens_T = torch.cat(self.tokens)
+        positions = [torch.arange(len(ids)) + len(self.above(i)) for i, ids in enumerate(self.tokens)]
+        return dict(
+            tokens_T=tokens_T,
+            position_T=torch.cat(positions),
+            source_N=torch.tensor(sources),
+            target_N=tokens_T[torch.tensor(targets)],
+        )
+
+    def one_by_one(self, model: Any, temperature: float) -> tuple[Tensor, Tensor]:
+        """The same from the model itself: each hanging segment after all that stands above it, alone."""
+        hanging = [i for i, parent in enumerate(self.parents) if parent is not None]
+        whole = [torch.cat([self.above(i), self.tokens[i]]) for i in hanging]
+        return one_by_one(model, whole, [len(self.tokens[i]) for i in hanging], temperature)
+
+
+def tree(lengths: list[int], parents: list[int | None], seed: int = 5) -> Tree:
+    return Tree(sequences(lengths, seed), parents)
 
 
 def relative_gap(found: Tensor, expected: Tensor) -> float:

@@ -1,28 +1,33 @@
-"""Attention over one packed row: a layout says which tokens see which, and the model only hands over q, k, v.
+"""Attention over a packed row of trees: a layout says which tokens see which, and the model only hands over q, k, v.
 
-In: a transformers model whose attention is set to `ATTENTION`, called with `layout=`. Out: attention output
-without padding outside this file. `heads` passes layouts through; the learner makes `Packed`, the engine those of `cache`.
+In: a transformers model whose attention is set to `ATTENTION`, called with `layout=`. Out: attention output without
+padding outside this file. `heads` passes layouts through; the learner makes `Packed`, the engine those of `cache`.
 
-Letters: T tokens of the packed row, S sequences, L longest sequence, H heads, D head size.
+Letters: T tokens of the packed row, S pieces of a block, C queries of a piece, K keys of a piece, H heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag
 from transformers import AttentionInterface
 
 from gspo.errors import InputError
 
 ATTENTION = "gspo"
 
-# Up to this length a CPU is faster with plain products, forward and backward together: SDPA's flash kernel has a
-# slow backward there. The choice may depend on the layout only, so that a pass without gradients gives the same bits.
-_PLAIN_LENGTH = 512
+_PIECE = 512
+"""Longer segments are cut into pieces, each of which hangs on the one before: scores then grow with the length only."""
+_SCORES = 2**16
+"""Queries times keys of a block, for one head: more are computed in several blocks, so that scores stay in the cache."""
+_WASTE = 1.25
+"""Largest ratio of a block's scores to those that its pieces would have without padding."""
 
 
 class Layout(Protocol):
@@ -39,65 +44,267 @@ class Layout(Protocol):
 
 
 class Packed:
-    """Whole sequences laid end to end.
+    """Segments laid end to end, each hanging on an earlier one or on nothing: a row of trees.
 
-    `lengths` [S], in tokens. Inside, sequences are padded on the right to the longest one, which causality makes
-    harmless: a token never sees what comes after it.
+    `lengths` in tokens; `parents` gives for each segment the index of the one that it continues, None for the start
+    of a sequence (all of them, by default). A token sees its own segment up to itself, and every token of the segments
+    above; two answers to one prompt share the prompt and do not see each other.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        length_S = torch.tensor(list(lengths), dtype=torch.int64)
-        if len(length_S) == 0 or int(length_S.min()) < 1:
-            raise ValueError(f"a packed row needs sequences of at least one token, found lengths {list(lengths)}")
-        self.sequences, self.longest = len(length_S), int(length_S.max())
-        self.even = bool((length_S == self.longest).all())
-        sequence_T = torch.repeat_interleave(torch.arange(self.sequences), length_S)
-        start_T = (length_S.cumsum(0) - length_S)[sequence_T]
-        offset_T = torch.arange(len(sequence_T)) - start_T
-        self.slot_T = (sequence_T * self.longest + offset_T).to(device)
-        self._hidden: dict[int | None, Tensor] = {}
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        parents: Sequence[int | None] | None = None,
+    ) -> None:
+        if len(lengths) == 0 or min(lengths) < 1:
+            raise ValueError(f"a packed row needs segments of at least one token, found lengths {list(lengths)}")
+        self.tokens = sum(lengths)
+        pieces = _pieces(lengths, [None] * len(lengths) if parents is None else parents)
+        self._blocks = [_Block(block, self.tokens, torch.device(device)) for block in _blocks(pieces)]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        q, k, v = self._spread(query), self._spread(key), self._spread(value)
-        plain = query.device.type == "cpu" and self.longest <= _PLAIN_LENGTH
-        out = (self._plain if plain else self._fused)(q, k, v, scaling, window)
-        packed = out.transpose(1, 2).reshape(self.sequences * self.longest, *out.shape[1::2])
-        return (packed if self.even else packed.index_select(0, self.slot_T))[None]
+        rows = (_rows(x) for x in (query, key, value))
+        out: Tensor = _Attend.apply(*rows, self._blocks, self.tokens, scaling, window)  # type: ignore[no-untyped-call]
+        return out.view(1, self.tokens, query.shape[1], -1)
 
-    def _spread(self, x: Tensor) -> Tensor:
-        """[1, H, T, D] -> [S, H, L, D]."""
-        x_T = x[0].transpose(0, 1)
-        if not self.even:
-            x_T = x_T.new_zeros(self.sequences * self.longest, *x_T.shape[1:]).index_copy_(0, self.slot_T, x_T)
-        return x_T.reshape(self.sequences, self.longest, *x_T.shape[1:]).transpose(1, 2)
 
-    def _out_of_sight(self, window: int | None, device: torch.device) -> Tensor:
-        """[L, L] bool: true where the key (second index) is later than the query, or before its window."""
+def _rows(x: Tensor) -> Tensor:
+    """[1, H, T, D] -> [T * H, D]."""
+    return x[0].transpose(0, 1).reshape(-1, x.shape[-1])
+
+
+# ------------------------------------------------------------------------------ from trees to blocks of products
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive tokens of one segment, computed together."""
+
+    start: int
+    """Index into T of its first token."""
+    length: int
+    context: np.ndarray
+    """Index into T of every token above it, from the start of its sequence."""
+
+
+def _pieces(lengths: Sequence[int], parents: Sequence[int | None]) -> Iterator[_Piece]:
+    starts = np.cumsum([0, *lengths])
+    paths: list[np.ndarray] = []
+    """Of each segment: index into T of its own tokens and of those above."""
+    for i, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        if parent is not None and not 0 <= parent < i:
+            raise ValueError(f"segment {i} hangs on segment {parent}, which does not stand before it")
+        above = np.empty(0, dtype=np.int64) if parent is None else paths[parent]
+        paths.append(np.concatenate([above, np.arange(starts[i], starts[i + 1])]))
+        for offset in range(0, length, _PIECE):
+            yield _Piece(int(starts[i]) + offset, min(_PIECE, length - offset), paths[i][: len(above) + offset])
+
+
+def _blocks(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces of like size together: inside a block they are padded to the largest."""
+    block: list[_Piece] = []
+    longest, deepest, scores = 0, 0, 0
+    for piece in sorted(pieces, key=lambda p: (-p.length, -len(p.context))):
+        length, depth = max(longest, piece.length), max(deepest, len(piece.context))
+        own = piece.length * (len(piece.context) + piece.length)
+        padded = (len(block) + 1) * length * (depth + length)
+        if block and (padded > _SCORES or padded > _WASTE * (scores + own)):
+            yield block
+            block, scores, length, depth = [], 0, piece.length, len(piece.context)
+        block.append(piece)
+        longest, deepest, scores = length, depth, scores + own
+    yield block
+
+
+class _Block:
+    """Pieces that are computed as one batch of matrices: queries padded on the right, keys [above | own] on both sides.
+
+    The tokens above are aligned at their end, so that query i and key j lie equally far apart in every piece.
+    """
+
+    def __init__(self, pieces: list[_Piece], tokens: int, device: torch.device) -> None:
+        self.queries = max(p.length for p in pieces)
+        self.above = max(len(p.context) for p in pieces)
+        self.pieces, self.keys = len(pieces), self.above + self.queries
+        self._tokens, self._device = tokens, device
+        query_SC = np.zeros((self.pieces, self.queries), dtype=np.int64)
+        key_SK = np.zeros((self.pieces, self.keys), dtype=np.int64)
+        self._real_SC, self._real_SK = np.zeros_like(query_SC, dtype=bool), np.zeros_like(key_SK, dtype=bool)
+        for s, piece in enumerate(pieces):
+            own = np.arange(piece.start, piece.start + piece.length)
+            query_SC[s, : piece.length], self._real_SC[s, : piece.length] = own, True
+            seen = slice(self.above - len(piece.context), self.above + piece.length)
+            key_SK[s, seen], self._real_SK[s, seen] = np.concatenate([piece.context, own]), True
+        self._query_SC, self._key_SK = query_SC, key_SK
+        self._indices: dict[tuple[int, int], _Index] = {}
+        self._hidden: dict[int | None, list[tuple[slice, Tensor]]] = {}
+
+    def index(self, heads: int, key_heads: int) -> _Index:
+        """Where the rows of this block's matrices lie in [T * H, D] and [T * Hkv, D]."""
+        if (heads, key_heads) not in self._indices:
+            self._indices[heads, key_heads] = self._make_index(heads, key_heads)
+        return self._indices[heads, key_heads]
+
+    def _make_index(self, heads: int, key_heads: int) -> _Index:
+        shared = heads // key_heads
+        head = np.arange(heads).reshape(key_heads, 1, shared, 1)
+        query = (self._query_SC[None, :, None] * heads + head).reshape(-1)
+        real = np.broadcast_to(self._real_SC[None, :, None], (key_heads, self.pieces, shared, self.queries)).reshape(-1)
+        key = (self._key_SK[None] * key_heads + np.arange(key_heads)[:, None, None]).reshape(-1)
+        seen = np.flatnonzero(np.broadcast_to(self._real_SK[None], (key_heads, *self._real_SK.shape)).reshape(-1))
+        place = seen[np.argsort(key[seen], kind="stable")]
+        bag = np.searchsorted(key[place], np.arange(self._tokens * key_heads))
+        full = bool(real.all())
+        return _Index(
+            query=self._tensor(query),
+            written=None if full else self._tensor(query[real]),
+            real=None if full else self._tensor(np.flatnonzero(real)),
+            padding=None if full else self._tensor(np.flatnonzero(~real)),
+            key=self._tensor(key),
+            place=self._tensor(place),
+            bag=self._tensor(bag),
+        )
+
+    def _tensor(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x).to(self._device)
+
+    def hidden(self, window: int | None) -> list[tuple[slice, Tensor]]:
+        """Columns of the scores, and [S or 1, C, columns] true where the key there is not seen."""
         if window not in self._hidden:
-            place_L = torch.arange(self.longest, device=device)
-            behind = place_L[:, None] - place_L[None]
-            hidden = behind < 0
-            self._hidden[window] = hidden if window is None else hidden | (behind >= window)
+            behind = np.arange(self.queries)[:, None] + self.above - np.arange(self.keys)[None]
+            unseen = behind < 0
+            if window is not None:
+                unseen |= behind >= window
+            first = 0 if window is not None and window < self.keys else self.above
+            masks = [(slice(first, self.keys), unseen[None, :, first:])]
+            absent_SK = ~self._real_SK[:, : self.above]
+            if absent_SK.any():
+                left = slice(0, int(absent_SK.sum(1).max()))
+                masks.append((left, np.broadcast_to(absent_SK[:, None, left], (self.pieces, self.queries, left.stop))))
+            self._hidden[window] = [(columns, self._tensor(mask.copy())) for columns, mask in masks]
         return self._hidden[window]
 
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Products and a softmax; the queries that share a key head form one matrix, so no key is repeated."""
-        sequences, heads, length, size = q.shape
-        batch, rows = sequences * k.shape[1], heads // k.shape[1] * length
-        k_t = k.reshape(batch, length, size).transpose(1, 2)
-        scores = torch.bmm((q * scaling).reshape(batch, rows, size), k_t).view(-1, length, length)
-        scores = scores.masked_fill_(self._out_of_sight(window, q.device), float("-inf"))
-        share = torch.softmax(scores, -1).view(batch, rows, length)
-        return torch.bmm(share, v.reshape(batch, length, -1)).view(sequences, heads, length, -1)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        if window is None or window >= self.longest:
-            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        seen = ~self._out_of_sight(window, q.device)
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=grouped)
+@dataclass(frozen=True)
+class _Index:
+    """Rows of packed queries [T * H, D] and keys [T * Hkv, D], in the order of a block's matrices."""
+
+    query: Tensor
+    """[Hkv * S * H/Hkv * C]."""
+    written: Tensor | None
+    """Those of `query` that are no padding, their places `real`, and the places of padding; None: there is none."""
+    real: Tensor | None
+    padding: Tensor | None
+    key: Tensor
+    """[Hkv * S * K]."""
+    place: Tensor
+    """Places in `key` that are no padding, sorted by the row that they hold; `bag` [T * Hkv]: where each row begins."""
+    bag: Tensor
+
+
+# ------------------------------------------------------------------------------ the products
+
+
+class _Attend(torch.autograd.Function):
+    """Softmax attention, block by block; the scores are made again in the backward pass, so none are kept.
+
+    Queries that share a key head form one matrix, so no key is repeated for them. Gradients of a key are summed over
+    all that see it in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: list[_Block],
+        tokens: int,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.blocks, ctx.heads, ctx.scaling, ctx.window = (
+            blocks,
+            (len(query) // tokens, len(key) // tokens),
+            scaling,
+            window,
+        )
+        out = query.new_empty(len(query), value.shape[1])
+        for block in blocks:
+            index = block.index(*ctx.heads)
+            _, _, share = _shares(query, key, block, index, scaling, window)
+            v = value.index_select(0, index.key).view(len(share), block.keys, -1)
+            rows = torch.bmm(share, v).view(-1, out.shape[1])
+            if index.written is None:
+                out.index_copy_(0, index.query, rows)
+            else:
+                out.index_copy_(0, index.written, rows.index_select(0, index.real))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = _Sum(key), _Sum(value)
+        for block in ctx.blocks:
+            index = block.index(*ctx.heads)
+            q, k, share = _shares(query, key, block, index, ctx.scaling, ctx.window)
+            v = value.index_select(0, index.key).view(len(share), block.keys, -1)
+            grad = grad_out.index_select(0, index.query)
+            if index.padding is not None:
+                grad.index_fill_(0, index.padding, 0)
+            grad = grad.view(*q.shape[:2], -1)
+            grad_value.add(torch.bmm(share.transpose(1, 2), grad), index)
+            grad_score = torch.bmm(grad, v.transpose(1, 2))
+            grad_score = torch.ops.aten._softmax_backward_data(grad_score, share, -1, share.dtype)
+            grad_key.add(torch.bmm(grad_score.transpose(1, 2), q), index)
+            rows = torch.bmm(grad_score, k).mul_(ctx.scaling).view(-1, query.shape[1])
+            if index.written is None:
+                grad_query.index_copy_(0, index.query, rows)
+            else:
+                grad_query.index_copy_(0, index.written, rows.index_select(0, index.real))
+        return grad_query, grad_key.total, grad_value.total, None, None, None, None
+
+
+def _shares(
+    query: Tensor, key: Tensor, block: _Block, index: _Index, scaling: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries and keys [Hkv * S, rows, D] of a block, and the softmax of their products."""
+    k = key.index_select(0, index.key).view(-1, block.keys, key.shape[1])
+    q = query.index_select(0, index.query).mul_(scaling).view(len(k), -1, query.shape[1])
+    score = torch.bmm(q, k.transpose(1, 2))
+    each = score.view(-1, block.pieces, q.shape[1] // block.queries, block.queries, block.keys)
+    for columns, hidden in block.hidden(window):
+        each[..., columns].masked_fill_(hidden[:, None], float("-inf"))
+    return q, k, torch.softmax(score, -1)
+
+
+class _Sum:
+    """Gradients of the rows of keys (or values), added up over the blocks."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._total: Tensor | None = None
+
+    def add(self, grad: Tensor, index: _Index) -> None:
+        flat = grad.view(-1, grad.shape[-1])
+        part = embedding_bag(index.place, flat, index.bag, mode="sum")
+        wide = torch.promote_types(part.dtype, torch.float32)
+        self._total = part if self._total is None else self._total.to(wide).add_(part)
+
+    @property
+    def total(self) -> Tensor:
+        assert self._total is not None
+        return self._total.to(self._rows.dtype)
+
+
+# ------------------------------------------------------------------------------ what transformers calls
 
 
 def _attention(
