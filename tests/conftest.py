@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import norms
 from gspo import config
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
@@ -23,7 +24,9 @@ def _one_thread() -> None:
 @pytest.fixture
 def policy() -> Policy:
     """A two-layer Llama in float64, built in memory."""
-    return load_policy(config.Model(name="tiny-dense", dtype="float64"))
+    policy = load_policy(config.Model(name="tiny-dense", dtype="float64"))
+    norms.in_float64(policy.model)
+    return policy
 
 
 @pytest.fixture

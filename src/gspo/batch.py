@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,26 @@ import torch
 from torch import Tensor
 
 from gspo.algorithms.advantages import carries_signal
-from gspo.errors import RunError
 from gspo.presets import Algorithm
+from gspo.trees import Row, Tree, cut, lay, tree
 from gspo.types import Group, Rollout, Stop
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole sequences that go through the model together: slices into the batch."""
+    """Trees that go through the model together: slices into the batch."""
 
     token: slice
     trained: slice
     sequence: slice
     lengths: tuple[int, ...]
-    """Tokens of each sequence, prompt included."""
+    """Tokens of each segment, prompts among them."""
+    parents: tuple[int | None, ...]
+    """Index of the segment that each continues; None for prompts."""
+
+    @property
+    def sequences(self) -> int:
+        return int(self.sequence.stop - self.sequence.start)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Batches:
 
     updates: tuple[Batch, ...]
     skipped: int
+    largest: int
+    """Tokens of the largest micro-batch: over the budget only where a single answer, with its prompt, is."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.updates)
@@ -96,11 +104,13 @@ def make_batches(groups: Sequence[Group], row: Algorithm, max_tokens_per_microba
     """Split a step's groups into `row.updates_per_step` updates by whole groups, then drop and pack.
 
     A group with fewer than two judged rollouts has no baseline and is left out, as is (when the algorithm
-    allows it) one whose rewards agree. Raises RunError for a rollout whose history branches.
+    allows it) one whose rewards agree. The order of rollouts and of their tokens does not depend on the token budget.
+    Raises RunError for a rollout whose segments are no tree.
     """
     updates = [_pack(part, row, max_tokens_per_microbatch) for part in _split(groups, row.updates_per_step)]
     full = tuple(batch for batch in updates if batch is not None)
-    return Batches(full, skipped=len(updates) - len(full))
+    largest = max((m.token.stop - m.token.start for batch in full for m in batch.plan), default=0)
+    return Batches(full, skipped=len(updates) - len(full), largest=largest)
 
 
 def has_baseline(group: Group, row: Algorithm) -> bool:
@@ -132,57 +142,29 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     packed = [i for i, (g, _) in enumerate(judged) if g.ordinal in alive and (counted[i] or in_reward)]
     if not any(counted[i] for i in packed):
         return None
-    # Sequences of like length share a micro-batch: inside attention they are padded to the longest.
-    packed.sort(key=lambda i: -_tokens(*judged[i]))
-    sequences = [_flatten(*judged[i]) for i in packed]
-    lengths = [len(s.token_ids) for s in sequences]
-    trained = [s.source for s in sequences]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    of_group = [list(part) for _, part in groupby(packed, key=lambda i: judged[i][0].ordinal)]
+    trees = [tree(judged[part[0]][0], [judged[i][1] for i in part]) for part in of_group]
+    answers = [answer for each in trees for answer in each.answers]
+    parts = list(cut(trees, max_tokens))
+    rows = [lay(part) for part in parts]
+    first_T = np.cumsum([0, *(len(row.token_T) for row in rows)])
+    length_S = [len(a.target_N) for a in answers]
     return Batch(
-        tokens_T=_join([s.token_ids for s in sequences]),
-        position_T=_join([np.arange(n) for n in lengths]),
-        source_N=_join([s.source + start for s, start in zip(sequences, starts, strict=True)]),
-        target_N=_join([s.token_ids[s.source + 1] for s in sequences]),
-        sequence_N=_join([np.full(len(t), k) for k, t in enumerate(trained)]),
-        rollout_logprob_N=torch.from_numpy(np.concatenate([s.logprobs for s in sequences])),
+        tokens_T=_join([row.token_T for row in rows]),
+        position_T=_join([row.position_T for row in rows]),
+        source_N=_join([row.source_N + first for row, first in zip(rows, first_T[:-1], strict=True)]),
+        target_N=_join([a.target_N for a in answers]),
+        sequence_N=torch.repeat_interleave(torch.tensor(length_S)),
+        rollout_logprob_N=torch.from_numpy(np.concatenate([a.logprob_N for a in answers])),
         rollout_S=torch.tensor(packed),
-        length_S=torch.tensor([len(t) for t in trained]),
+        length_S=torch.tensor(length_S),
         counted_S=torch.tensor([counted[i] for i in packed]),
         reward_R=torch.tensor([_value(r) for _, r in judged], dtype=torch.float64),
         group_R=torch.tensor([g.ordinal for g, _ in judged]),
         key_R=tuple((g.ordinal, r.index, g.prompt.row) for g, r in judged),
         sequences=sum(counted),
         tokens=sum(r.policy_tokens for (_, r), c in zip(judged, counted, strict=True) if c),
-        plan=_plan(lengths, [len(t) for t in trained], max_tokens),
-    )
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    token_ids: np.ndarray
-    """Prompt and answer."""
-    source: np.ndarray
-    """Positions whose next token the policy sampled."""
-    logprobs: np.ndarray
-    """Rollout log-probabilities of those tokens."""
-
-
-def _tokens(group: Group, rollout: Rollout) -> int:
-    return len(group.prompt.token_ids) + sum(len(s.token_ids) for s in rollout.segments)
-
-
-def _flatten(group: Group, rollout: Rollout) -> _Sequence:
-    for i, segment in enumerate(rollout.segments):
-        if segment.parent != (i - 1 if i else None):
-            raise RunError(
-                f"row {group.prompt.row}, answer {rollout.index}: its history branches, which batches cannot hold yet"
-            )
-    prompt = group.prompt.token_ids
-    mask = np.concatenate([s.policy_mask for s in rollout.segments])
-    return _Sequence(
-        token_ids=np.concatenate([prompt, *(s.token_ids for s in rollout.segments)]),
-        source=np.flatnonzero(mask) + len(prompt) - 1,
-        logprobs=np.concatenate([s.logprobs for s in rollout.segments])[mask].astype(np.float32),
+        plan=_plan(parts, rows),
     )
 
 
@@ -190,18 +172,19 @@ def _join(parts: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def _plan(lengths: list[int], trained: list[int], max_tokens: int) -> tuple[Microbatch, ...]:
-    """Fill micro-batches in order up to the token budget; a sequence over the budget runs alone."""
-    bounds = [0]
-    used = 0
-    for k, length in enumerate(lengths):
-        if used and used + length > max_tokens:
-            bounds.append(k)
-            used = 0
-        used += length
-    bounds.append(len(lengths))
-    token, target = np.cumsum([0, *lengths]), np.cumsum([0, *trained])
+def _plan(parts: list[list[Tree]], rows: list[Row]) -> tuple[Microbatch, ...]:
+    """Where each micro-batch lies in the batch."""
+    answers = [[answer for each in part for answer in each.answers] for part in parts]
+    token = np.cumsum([0, *(len(row.token_T) for row in rows)]).tolist()
+    trained = np.cumsum([0, *(len(row.source_N) for row in rows)]).tolist()
+    sequence = np.cumsum([0, *(len(a) for a in answers)]).tolist()
     return tuple(
-        Microbatch(slice(token[a], token[b]), slice(target[a], target[b]), slice(a, b), tuple(lengths[a:b]))
-        for a, b in pairwise(bounds)
+        Microbatch(
+            token=slice(token[i], token[i + 1]),
+            trained=slice(trained[i], trained[i + 1]),
+            sequence=slice(sequence[i], sequence[i + 1]),
+            lengths=row.lengths,
+            parents=row.parents,
+        )
+        for i, row in enumerate(rows)
     )

@@ -48,7 +48,7 @@ def policy_objective(row: Algorithm) -> Objective:
             advantage_N=batch.advantage_N[n],
             weight_N=batch.weight_N[n],
             sequence_N=batch.sequence_N[n] - micro.sequence.start,
-            sequences=len(micro.lengths),
+            sequences=micro.sequences,
         )
         return policy_loss(inputs, row)
 
@@ -209,7 +209,7 @@ class Learner:
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
-            layout=Packed(micro.lengths, batch.tokens_T.device),
+            layout=Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents),
             source_N=batch.source_N[micro.trained] - micro.token.start,
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,

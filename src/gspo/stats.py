@@ -67,11 +67,11 @@ class WeightChange:
 def parity_of(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:
     """The parity of one micro-batch whose `logprob_N` the trainer computed with the weights that sampled it."""
     gap_N = logprob_N.float() - batch.rollout_logprob_N[micro.trained]
-    gap_S = segment_mean(gap_N, batch.sequence_N[micro.trained] - micro.sequence.start, len(micro.lengths))
+    gap_S = segment_mean(gap_N, batch.sequence_N[micro.trained] - micro.sequence.start, micro.sequences)
     return Parity(
         total=float(gap_N.abs().sum()),
         largest=float(gap_N.abs().max()),
         tokens=len(gap_N),
         signed=float(gap_S.sum()),
-        sequences=len(micro.lengths),
+        sequences=micro.sequences,
     )

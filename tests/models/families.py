@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+
+import norms
 
 VOCABULARY = 61
 _SHAPE: dict[str, Any] = dict(
@@ -43,21 +44,8 @@ def make(family: str, dtype: torch.dtype = torch.float64) -> Any:
     if family == "qwen3_moe" and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product has no float64
     if dtype == torch.float64:
-        _norms_in_float64(model)
+        norms.in_float64(model)
     return model
-
-
-def _norms_in_float64(model: Any) -> None:
-    """transformers takes norms in float32 whatever the model's type: a rounding error then becomes 1e-7."""
-    for module in model.modules():
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if epsilon is not None:
-            offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
-            module.forward = partial(_norm, module, epsilon, offset)
-
-
-def _norm(module: Any, epsilon: float, offset: float, x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (module.weight + offset)
 
 
 def sequences(lengths: list[int], seed: int = 5) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """The engine inside the trainer's process: it samples from the trainer's own model object.
 
-In: `Request`s. Out: `Group`s. Rows are refilled as answers end (continuous batching); a prompt is computed once for
-all answers that start together. Letters: B rows in flight, M `max_new_tokens`, T tokens of a packed row, P prompts.
+In: `Request`s. Out: `Group`s. Rows are refilled as answers end (continuous batching); a prompt is computed, and its
+keys and values are kept, once for all answers of its group.
+
+Letters: B rows in flight, M `max_new_tokens`, T tokens of a packed row, G prompts, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,18 +23,20 @@ from gspo.engines.engine import Request
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import InputError, RunError
-from gspo.models.cache import KeyValues, Prefill, Step
+from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
+from gspo.models.products import WeightsFirst
 from gspo.types import Group, Rollout, Segment, Stop
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens computed in one forward; a longer prompt goes alone."""
 _CACHE_TOKENS = 131_072
-"""Rows times their longest possible length; a longer row goes alone."""
+"""Tokens whose keys and values may be kept: the prompts in flight, each once, and `max_new_tokens` for each row. An
+answer that needs more goes alone."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Open:
     """A request whose answers are still being written."""
 
@@ -90,64 +95,68 @@ class LocalEngine:
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
-        """One forward: of prompts, if rows are free for them, else of the next token of every row."""
-        rows = self._prefill() if self._refill_due() else self._step()
+        """The first token of answers, if rows are free for them, else the next token of every row."""
+        rows = self._start() if self._refill_due() else self._step()
         return self._retire(rows)
 
     def _refill_due(self) -> bool:
         """A refill is a forward of its own, so it waits until a share of the rows is free."""
-        free = self._sampling.max_rows - len(self._flight.answers)
+        if not self._waiting or not self._flight.answers:
+            return bool(self._waiting)
         enough = min(len(self._waiting), max(1, self._sampling.max_rows // 8))
-        return bool(self._waiting) and (not self._flight.answers or (free >= enough and self._room() > 0))
+        return len(self._fitting(enough)) == enough
 
-    def _room(self) -> int:
-        """Rows that may start now, if their prompts are no longer than the next one."""
-        longest = max(self._flight.longest_prompt, self._waiting[0][0].prompt_tokens) + self._sampling.max_new_tokens
-        return min(self._sampling.max_rows, max(1, _CACHE_TOKENS // longest)) - len(self._flight.answers)
+    def _fitting(self, most: int, prefill_tokens: int | None = None) -> list[tuple[_Open, int]]:
+        """The waiting answers, up to `most` in the order of submission, that there is room for in flight.
 
-    def _admit(self) -> list[tuple[_Open, int]]:
-        """The answers that start now, in the order of submission, within both token budgets."""
-        admitted: list[tuple[_Open, int]] = []
-        tokens = 0
-        longest = self._flight.longest_prompt
-        while self._waiting and len(admitted) + len(self._flight.answers) < self._sampling.max_rows:
-            opened = self._waiting[0][0]
-            new = not admitted or admitted[-1][0] is not opened
-            longest = max(longest, opened.prompt_tokens)
-            rows = len(admitted) + len(self._flight.answers) + 1
-            over_cache = rows * (longest + self._sampling.max_new_tokens) > _CACHE_TOKENS and rows > 1
-            if over_cache or (new and admitted and tokens + opened.prompt_tokens > _PREFILL_TOKENS):
+        `prefill_tokens`: and whose prompts, as far as they are new, are together no longer than that.
+        """
+        flight = self._flight
+        fitting: list[tuple[_Open, int]] = []
+        known, tokens, new_tokens = set(flight.prompts), flight.reserved, 0
+        for opened, index in islice(self._waiting, min(most, self._sampling.max_rows - len(flight.answers))):
+            new = opened not in known
+            tokens += self._sampling.max_new_tokens + (padded(opened.prompt_tokens) if new else 0)
+            new_tokens += opened.prompt_tokens if new else 0
+            over_prefill = prefill_tokens is not None and new and new_tokens > max(prefill_tokens, opened.prompt_tokens)
+            if (tokens > _CACHE_TOKENS and (flight.answers or fitting)) or over_prefill:
                 break
-            tokens += opened.prompt_tokens if new else 0
-            admitted.append(self._waiting.popleft())
-        return admitted
+            known.add(opened)
+            fitting.append((opened, index))
+        return fitting
 
-    def _prefill(self) -> slice:
-        admitted = self._admit()
-        prompts: list[_Open] = []
-        owner: list[int] = []
-        for opened, _ in admitted:
-            if not prompts or prompts[-1] is not opened:
-                prompts.append(opened)
-            owner.append(len(prompts) - 1)
-        lengths = [p.prompt_tokens for p in prompts]
-        rows = self._flight.add(admitted, [self._draws(opened, index) for opened, index in admitted])
-        self._flight.cache.reserve(rows.stop, max(lengths) + self._sampling.max_new_tokens)
-        owner_B = torch.tensor(owner)
-        logits_PV = self._logits(
-            np.concatenate([p.request.prompt.token_ids for p in prompts]),
-            np.concatenate([np.arange(n) for n in lengths]),
-            Prefill(lengths, self._flight.cache, first=rows.start, owner=owner_B, device=self._policy.device),
-            np.cumsum(lengths) - 1,
-        )
-        self._sample(rows, logits_PV.index_select(0, owner_B.to(logits_PV.device)))
+    def _start(self) -> slice:
+        flight = self._flight
+        started = self._fitting(self._sampling.max_rows, _PREFILL_TOKENS)
+        self._prefill([opened for opened in dict.fromkeys(o for o, _ in started) if opened not in flight.prompts])
+        for _ in started:
+            self._waiting.popleft()
+        rows = flight.add(started, [self._draws(opened, index) for opened, index in started])
+        self._sample(rows, torch.stack([flight.first_logits[opened] for opened, _ in started]))
+        unfinished = {
+            opened for opened, _ in islice(self._waiting, 1)
+        }  # answers start in order: at most one such group
+        flight.first_logits = {o: logits_V.clone() for o, logits_V in flight.first_logits.items() if o in unfinished}
         return rows
 
+    def _prefill(self, prompts: list[_Open]) -> None:
+        if not prompts:
+            return
+        lengths = [p.prompt_tokens for p in prompts]
+        logits_GV = self._logits(
+            np.concatenate([p.request.prompt.token_ids for p in prompts]),
+            np.concatenate([np.arange(n) for n in lengths]),
+            self._flight.cache.prefill(prompts, lengths, self._policy.device),
+            np.cumsum(lengths) - 1,
+        )
+        self._flight.prompts.update(dict.fromkeys(prompts))
+        self._flight.first_logits.update(zip(prompts, logits_GV, strict=True))
+
     def _step(self) -> slice:
-        rows = slice(0, len(self._flight.answers))
-        position_B = self._flight.positions()
-        layout = Step(self._flight.cache, torch.from_numpy(position_B).to(self._policy.device))
-        self._sample(rows, self._logits(self._flight.last_tokens(), position_B, layout, np.arange(rows.stop)))
+        flight = self._flight
+        rows = slice(0, len(flight.answers))
+        layout = flight.cache.step(self._policy.device)
+        self._sample(rows, self._logits(flight.last_tokens(), flight.positions(), layout, np.arange(rows.stop)))
         return rows
 
     def _logits(
@@ -157,11 +166,12 @@ class LocalEngine:
             torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in (tokens_T, position_T, source_N)
         )
         model, flight = self._policy.model, self._flight
-        if flight.factor_VD is None:
-            flight.factor_VD = model.get_output_embeddings().factor()
-        return next_logits(
-            model, tokens_T=tokens, position_T=position, layout=layout, source_N=source, factor_VD=flight.factor_VD
-        )
+        if flight.factor_VD is None or flight.products is None:
+            flight.factor_VD, flight.products = model.get_output_embeddings().factor(), WeightsFirst(model)
+        with flight.products:
+            return next_logits(
+                model, tokens_T=tokens, position_T=position, layout=layout, source_N=source, factor_VD=flight.factor_VD
+            )
 
     def _draws(self, opened: _Open, index: int) -> np.ndarray:
         r = opened.request
@@ -190,7 +200,7 @@ class LocalEngine:
         """Take the answers among `rows` that have ended out of flight; the groups that are complete by that."""
         ended_B, full_B = self._flight.ended(rows, self._stop_ids)
         done = np.flatnonzero(ended_B | full_B) + rows.start
-        groups = []
+        groups, complete = [], []
         for row in done:
             opened, index = self._flight.answers[row]
             stop = Stop.EOS if ended_B[row - rows.start] else Stop.LENGTH
@@ -198,8 +208,11 @@ class LocalEngine:
             if len(opened.rollouts) == opened.request.count:
                 rollouts = tuple(opened.rollouts[i] for i in range(opened.request.count))
                 groups.append(Group(opened.request.prompt, opened.request.ordinal, rollouts))
+                complete.append(opened)
         if len(done):
             self._flight.drop(done)
+        for opened in complete:
+            self._flight.release(opened)
         return groups
 
     def _rollout(self, index: int, token_ids: np.ndarray, logprobs: np.ndarray, stop: Stop) -> Rollout:
@@ -213,7 +226,12 @@ class _Flight:
 
     def __init__(self, max_new_tokens: int) -> None:
         self.answers: list[tuple[_Open, int]] = []
-        self.cache = KeyValues()
+        self.prompts: dict[_Open, None] = {}
+        """Those in the cache, in the order of arrival."""
+        self.first_logits: dict[_Open, Tensor] = {}
+        """[V] behind a prompt, of the prompts whose answers have not all started."""
+        self.cache = TreeCache(max_new_tokens)
+        self.products: WeightsFirst | None = None
         self.factor_VD: Tensor | None = None
         """The head's weight in float32, made once for the answers that are written with it."""
         self._token_BM = np.zeros((0, max_new_tokens), dtype=np.int64)
@@ -223,12 +241,15 @@ class _Flight:
         self._count_B = np.zeros(0, dtype=np.int64)
 
     @property
-    def longest_prompt(self) -> int:
-        return int(self._prompt_B.max(initial=0))
+    def reserved(self) -> int:
+        """Tokens that the cache may come to hold for what is in flight."""
+        prompts = sum(padded(opened.prompt_tokens) for opened in self.prompts)
+        return prompts + len(self.answers) * self._token_BM.shape[1]
 
     def add(self, answers: list[tuple[_Open, int]], draws: list[np.ndarray]) -> slice:
         rows = slice(len(self.answers), len(self.answers) + len(answers))
         self.answers += answers
+        self.cache.add([opened for opened, _ in answers])
         width = self._token_BM.shape[1]
         self._token_BM = np.concatenate([self._token_BM, np.zeros((len(answers), width), dtype=np.int64)])
         self._logprob_BM = np.concatenate([self._logprob_BM, np.zeros((len(answers), width), dtype=np.float32)])
@@ -263,14 +284,8 @@ class _Flight:
         return self._token_BM[row, :count].copy(), self._logprob_BM[row, :count].copy()
 
     def drop(self, done: np.ndarray) -> None:
-        """Move the last rows into the places of `done`, so that rows in use stay the first ones."""
-        count = len(self.answers) - len(done)
-        stays = np.setdiff1d(np.arange(len(self.answers)), done)
-        source, target = stays[stays >= count], done[done < count]
-        if len(source):
-            self.cache.move(torch.from_numpy(source), torch.from_numpy(target), int(self.positions()[source].max()) + 1)
-        order = np.arange(count)
-        order[target] = source
+        self.cache.drop(done)
+        order = closed_up(len(self.answers), done)
         self.answers = [self.answers[i] for i in order]
         self._token_BM, self._logprob_BM, self._uniform_BM = (
             self._token_BM[order],
@@ -278,6 +293,10 @@ class _Flight:
             self._uniform_BM[order],
         )
         self._prompt_B, self._count_B = self._prompt_B[order], self._count_B[order]
+
+    def release(self, opened: _Open) -> None:
+        del self.prompts[opened]
+        self.cache.release(opened)
 
     @staticmethod
     def _take(x_BM: np.ndarray, column_B: np.ndarray) -> np.ndarray:

@@ -23,11 +23,10 @@ def sample(logits_BV: Tensor, uniform_B: Tensor, greedy_B: Tensor, sampling: Sam
     """
     z = logits_BV if sampling.temperature == 1 else logits_BV.div_(sampling.temperature)
     likeliest_B = z.argmax(1) if bool(greedy_B.any()) else None  # slower than the maximum alone
-    peak_B = z.amax(1)
     if sampling.top_k or sampling.top_p < 1:
         cutoff_B = _cutoff(z, sampling.top_k, sampling.top_p).masked_fill(greedy_B, float("-inf"))
         z.masked_fill_(z < cutoff_B[:, None], float("-inf"))
-    weight_BV = z.sub_(peak_B[:, None]).exp_()
+    weight_BV = torch.softmax(z, 1)  # one pass over the memory; the sum is made again below, in float64
     token_B, total_B = _draw(weight_BV, uniform_B)
     if likeliest_B is not None:
         token_B = torch.where(greedy_B, likeliest_B, token_B)

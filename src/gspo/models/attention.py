@@ -158,12 +158,14 @@ class _Block:
         seen = np.flatnonzero(np.broadcast_to(self._real_SK[None], (key_heads, *self._real_SK.shape)).reshape(-1))
         place = seen[np.argsort(key[seen], kind="stable")]
         bag = np.searchsorted(key[place], np.arange(self._tokens * key_heads))
-        full = bool(real.all())
+        padded = _Uneven(
+            padding=self._tensor(np.flatnonzero(~real)),
+            real=self._tensor(np.flatnonzero(real)),
+            written=self._tensor(query[real]),
+        )
         return _Index(
             query=self._tensor(query),
-            written=None if full else self._tensor(query[real]),
-            real=None if full else self._tensor(np.flatnonzero(real)),
-            padding=None if full else self._tensor(np.flatnonzero(~real)),
+            uneven=None if real.all() else padded,
             key=self._tensor(key),
             place=self._tensor(place),
             bag=self._tensor(bag),
@@ -195,15 +197,24 @@ class _Index:
 
     query: Tensor
     """[Hkv * S * H/Hkv * C]."""
-    written: Tensor | None
-    """Those of `query` that are no padding, their places `real`, and the places of padding; None: there is none."""
-    real: Tensor | None
-    padding: Tensor | None
+    uneven: _Uneven | None
+    """Where padding is among them; None: there is none."""
     key: Tensor
     """[Hkv * S * K]."""
     place: Tensor
     """Places in `key` that are no padding, sorted by the row that they hold; `bag` [T * Hkv]: where each row begins."""
     bag: Tensor
+
+
+@dataclass(frozen=True)
+class _Uneven:
+    """Padding among the queries of a block."""
+
+    padding: Tensor
+    """Its places in `_Index.query`."""
+    real: Tensor
+    """The other places, and the rows that they hold: `written`."""
+    written: Tensor
 
 
 # ------------------------------------------------------------------------------ the products
@@ -240,10 +251,7 @@ class _Attend(torch.autograd.Function):
             _, _, share = _shares(query, key, block, index, scaling, window)
             v = value.index_select(0, index.key).view(len(share), block.keys, -1)
             rows = torch.bmm(share, v).view(-1, out.shape[1])
-            if index.written is None:
-                out.index_copy_(0, index.query, rows)
-            else:
-                out.index_copy_(0, index.written, rows.index_select(0, index.real))
+            _put_back(rows, out, index)
         return out
 
     @staticmethod
@@ -257,18 +265,15 @@ class _Attend(torch.autograd.Function):
             q, k, share = _shares(query, key, block, index, ctx.scaling, ctx.window)
             v = value.index_select(0, index.key).view(len(share), block.keys, -1)
             grad = grad_out.index_select(0, index.query)
-            if index.padding is not None:
-                grad.index_fill_(0, index.padding, 0)
+            if index.uneven is not None:
+                grad.index_fill_(0, index.uneven.padding, 0)
             grad = grad.view(*q.shape[:2], -1)
             grad_value.add(torch.bmm(share.transpose(1, 2), grad), index)
             grad_score = torch.bmm(grad, v.transpose(1, 2))
             grad_score = torch.ops.aten._softmax_backward_data(grad_score, share, -1, share.dtype)
             grad_key.add(torch.bmm(grad_score.transpose(1, 2), q), index)
             rows = torch.bmm(grad_score, k).mul_(ctx.scaling).view(-1, query.shape[1])
-            if index.written is None:
-                grad_query.index_copy_(0, index.query, rows)
-            else:
-                grad_query.index_copy_(0, index.written, rows.index_select(0, index.real))
+            _put_back(rows, grad_query, index)
         return grad_query, grad_key.total, grad_value.total, None, None, None, None
 
 
@@ -283,6 +288,14 @@ def _shares(
     for columns, hidden in block.hidden(window):
         each[..., columns].masked_fill_(hidden[:, None], float("-inf"))
     return q, k, torch.softmax(score, -1)
+
+
+def _put_back(rows: Tensor, packed: Tensor, index: _Index) -> None:
+    """Write a block's rows to their places in [T * H, D]."""
+    if index.uneven is None:
+        packed.index_copy_(0, index.query, rows)
+    else:
+        packed.index_copy_(0, index.uneven.written, rows.index_select(0, index.uneven.real))
 
 
 class _Sum:

@@ -1,115 +1,331 @@
-"""Layouts of an engine that writes token by token: prompts whose keys and values are kept, and one step for every row.
+"""Keys and values of an engine that writes token by token: each prompt once, and the answers that go on from it.
 
-In: the lengths of prompts, the places of the rows. Out: layouts for `model(..., layout=)`. The local engine makes them.
+In: lengths of prompts, and which prompt each row continues. Out: layouts for `model(..., layout=)`: `Prefill`, whole
+prompts, and `Step`, the next token of every row. The local engine calls it.
 
-Letters: T tokens of the packed row, B rows of the cache, L longest sequence, H heads, D head size.
+Letters: T tokens of a packed row, B rows, G prompts of a bucket, R rows of the prompt that has most, P prompt tokens
+and C answer tokens that there is room for, H heads, K of them with keys of their own, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from gspo.models.attention import Packed
 
+_PROMPT_UNIT, _ANSWER_UNIT = 64, 16
 
-class KeyValues:
-    """Keys and values of the answers being written: [rows, Hkv, capacity, D] a layer, in the compute dtype.
 
-    Memory is taken at the first use, from the shapes that arrive. Rows [0, B) are in use.
+def padded(tokens: int, unit: int = _PROMPT_UNIT) -> int:
+    """Room that is made for `tokens`: one of few lengths, less than `unit` tokens, or else a quarter, more."""
+    octave: int = 2 ** tokens.bit_length()
+    unit = max(unit, octave // 8)
+    return -(-tokens // unit) * unit
+
+
+def closed_up(count: int, gone: np.ndarray) -> np.ndarray:
+    """Which of `count` places each remaining place is filled from, once those in `gone` are empty: the last move up."""
+    stays = np.setdiff1d(np.arange(count), gone)
+    order = np.arange(len(stays))
+    order[gone[gone < len(stays)]] = stays[stays >= len(stays)]
+    return order
+
+
+class TreeCache:
+    """The prompts and rows in flight. Rows are numbered as the engine numbers them: in order of arrival, and
+    `closed_up` when some leave. A prompt stays until it is released.
+
+    `limit`: the most tokens that are written on a prompt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._buckets: dict[int, _Bucket] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        return sum(b.prompts.places * b.prompts.tokens + b.answers.places * b.answers.tokens for b in self.buckets)
+
+    @property
+    def buckets(self) -> list[_Bucket]:
+        return list(self._buckets.values())
+
+    def prefill(self, prompts: Sequence[Hashable], lengths: Sequence[int], device: torch.device | str) -> Prefill:
+        """The layout that computes new prompts; `prompts` are what they are called from now on."""
+        slots: dict[int, list[int]] = {}
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            bucket = self._buckets.setdefault(padded(length), _Bucket(padded(length), self._limit))
+            bucket.prompt_names.append(prompt)
+            bucket.tokens_G = np.append(bucket.tokens_G, length)
+            slots.setdefault(padded(length), []).append(i)
+        for bucket in self.buckets:
+            bucket.fit()
+        return Prefill(lengths, [(self._buckets[size], np.array(which)) for size, which in slots.items()], device)
+
+    def add(self, prompts: Sequence[Hashable]) -> None:
+        """New rows, one for each entry, that continue these prompts."""
+        first = sum(len(b.row_R) for b in self.buckets)
+        for row, prompt in enumerate(prompts, first):
+            bucket = next(b for b in self.buckets if prompt in b.prompt_names)
+            bucket.row_R = np.append(bucket.row_R, row)
+            bucket.prompt_R = np.append(bucket.prompt_R, bucket.prompt_names.index(prompt))
+            bucket.written_R = np.append(bucket.written_R, 0)
+        for bucket in self.buckets:
+            bucket.fit()
+
+    def drop(self, rows: np.ndarray) -> None:
+        """Rows that have ended; the others close up."""
+        order = closed_up(sum(len(b.row_R) for b in self.buckets), rows)
+        number = np.zeros(len(order) + len(rows), dtype=np.int64)
+        number[order] = np.arange(len(order))
+        for bucket in self.buckets:
+            bucket.drop(np.flatnonzero(np.isin(bucket.row_R, rows)))
+            bucket.row_R = number[bucket.row_R]
+
+    def release(self, prompt: Hashable) -> None:
+        """Give a prompt back that no row will continue any more."""
+        size, bucket = next((size, b) for size, b in self._buckets.items() if prompt in b.prompt_names)
+        bucket.release(bucket.prompt_names.index(prompt))
+        if not bucket.prompt_names:
+            del self._buckets[size]
+
+    def step(self, device: torch.device | str) -> Step:
+        """The layout of the next token of every row."""
+        rows = sum(len(b.row_R) for b in self.buckets)
+        return Step([b.advance(rows, device) for b in self.buckets if len(b.row_R)], device)
+
+
+class _Pairs:
+    """A tensor of keys and one of values, [places, K, tokens, D], for each layer, in the model's dtype.
+
+    Memory is taken when the first ones arrive. Zeros: a masked key still meets the softmax's zero in a product, where
+    NaN would survive.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.places, self.tokens = 0, tokens
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.rows = 0
-        self.capacity = 0
-
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Make room for `rows` rows of `tokens` tokens; what is stored stays."""
-        if rows <= self.rows and tokens <= self.capacity:
-            return
-        self.rows, self.capacity = max(rows, self.rows), max(tokens, self.capacity)
-        self._layers = {layer: (self._grown(k), self._grown(v)) for layer, (k, v) in self._layers.items()}
-
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.rows, old.shape[1], self.capacity, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers of a layer; `key` and `value` [_, Hkv, _, D] give the shapes of the first call."""
+        """`key` and `value` [K, _, D] give the shapes at the first call."""
         if layer not in self._layers:
-            # Zeros: a masked key still meets the softmax's zero in a product, where NaN would survive.
-            shapes = [(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (key, value)]
-            self._layers[layer] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+            k, v = (x.new_zeros(self.places, x.shape[0], self.tokens, x.shape[2]) for x in (key, value))
+            self._layers[layer] = (k, v)
         return self._layers[layer]
 
-    def move(self, source: Tensor, target: Tensor, tokens: int) -> None:
-        """Copy the first `tokens` of rows `source` over rows `target`; the two must not overlap."""
+    def resize(self, places: int, tokens: int) -> None:
+        """What is stored stays, as far as it has a place."""
+        if (places, tokens) == (self.places, self.tokens):
+            return
+        self.places, self.tokens = places, tokens
+        for layer, (key, value) in self._layers.items():  # one at a time: the old ones are freed on the way
+            self._layers[layer] = (self._resized(key), self._resized(value))
+
+    def _resized(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(self.places, old.shape[1], self.tokens, old.shape[3])
+        places, tokens = min(len(old), self.places), min(old.shape[2], self.tokens)
+        new[:places, :, :tokens] = old[:places, :, :tokens]
+        return new
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy places over others; the two must not overlap."""
+        if len(source) == 0:
+            return
         for pair in self._layers.values():
-            for buffer in pair:
-                buffer[target, :, :tokens] = buffer[source, :, :tokens]
+            for x in pair:
+                x[torch.from_numpy(target)] = x[torch.from_numpy(source)]
+
+
+class _Bucket:
+    """Prompts that are padded to one length, each at a slot, and the rows that continue them, each at a place."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        self.prompts, self.answers, self._limit = _Pairs(length), _Pairs(0), limit
+        self.prompt_names: list[Hashable] = []
+        self.tokens_G = np.zeros(0, dtype=np.int64)
+        self.row_R = np.zeros(0, dtype=np.int64)
+        """The engine's row at each place, ..."""
+        self.prompt_R = np.zeros(0, dtype=np.int64)
+        """... the slot of its prompt, ..."""
+        self.written_R = np.zeros(0, dtype=np.int64)
+        """... and the answer tokens whose keys are stored."""
+
+    def fit(self) -> None:
+        """As much room as there are prompts and rows."""
+        self.prompts.resize(len(self.prompt_names), self.prompts.tokens)
+        self.answers.resize(len(self.row_R), self.answers.tokens)
+
+    def drop(self, places: np.ndarray) -> None:
+        order = closed_up(len(self.row_R), places)
+        target = np.flatnonzero(order != np.arange(len(order)))
+        self.answers.move(order[target], target)
+        self.row_R, self.prompt_R, self.written_R = self.row_R[order], self.prompt_R[order], self.written_R[order]
+
+    def release(self, slot: int) -> None:
+        last = len(self.prompt_names) - 1
+        if slot != last:
+            self.prompts.move(np.array([last]), np.array([slot]))
+        self.prompt_names[slot], self.tokens_G[slot] = self.prompt_names[last], self.tokens_G[last]
+        self.prompt_names.pop()
+        self.tokens_G = self.tokens_G[:last]
+        self.prompt_R[self.prompt_R == last] = slot
+
+    def advance(self, rows: int, device: torch.device | str) -> _Part:
+        longest = int(self.written_R.max()) + 1
+        if longest > self.answers.tokens:
+            self.answers.resize(self.answers.places, min(padded(longest, _ANSWER_UNIT), self._limit))
+        part = _Part(self, rows, device)
+        self.written_R = self.written_R + 1
+        return part
 
 
 class Prefill:
-    """Whole prompts, whose keys and values also go into rows [first, first + len(owner)) of the cache.
+    """Whole prompts; their keys and values also go into the last slots of their buckets.
 
-    `owner` [rows]: the prompt, as an index into `lengths`, that each row continues.
+    `targets`: buckets, and which of the prompts go there.
     """
 
     def __init__(
-        self, lengths: Sequence[int], cache: KeyValues, *, first: int, owner: Tensor, device: torch.device | str
+        self, lengths: Sequence[int], targets: Sequence[tuple[_Bucket, np.ndarray]], device: torch.device | str
     ) -> None:
         self._packed = Packed(lengths, device)
-        self._lengths = list(lengths)
-        self._cache, self._rows, self._owner = cache, slice(first, first + len(owner)), owner.to(device)
+        length_G = np.array(lengths)
+        start_G = np.cumsum(length_G) - length_G
+        self._targets: list[tuple[_Bucket, int, Tensor]] = []
+        for bucket, which in targets:
+            # Padding repeats the last token, whose keys are at least finite; no row sees it.
+            offset = np.minimum(np.arange(bucket.prompts.tokens), length_G[which, None] - 1)
+            source = torch.from_numpy((start_G[which, None] + offset).ravel()).to(device)
+            self._targets.append((bucket, len(which), source))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        for buffer, x in zip(self._cache.layer(layer, key, value), (key, value), strict=True):
-            each = torch.nn.utils.rnn.pad_sequence(x[0].transpose(0, 1).split(self._lengths), batch_first=True)
-            buffer[self._rows, :, : each.shape[1]] = each.transpose(1, 2).index_select(0, self._owner)
+        for bucket, count, source in self._targets:
+            for kept, x in zip(bucket.prompts.layer(layer, key[0], value[0]), (key[0], value[0]), strict=True):
+                new = x.index_select(1, source).view(len(x), count, -1, x.shape[2])
+                kept[len(kept) - count :] = new.transpose(0, 1)
         return self._packed.attend(layer, query, key, value, scaling=scaling, window=window)
 
 
 class Step:
-    """One new token for each of the rows [0, B) of the cache. `position_B`: its place in its sequence."""
+    """One new token for each row: seen are the prompt, the row's own tokens so far, and itself."""
 
-    def __init__(self, cache: KeyValues, position_B: Tensor) -> None:
-        self._cache, self._position_B = cache, position_B
-        self._row_B = torch.arange(len(position_B), device=position_B.device)
-        self._longest = int(position_B.max()) + 1
-        self._masks: dict[int | None, Tensor] = {}
+    def __init__(self, parts: Sequence[_Part], device: torch.device | str) -> None:
+        self._parts = parts
+        back = np.argsort(np.concatenate([part.bucket.row_R for part in parts]))
+        self._back_B = None if parts[0].row_R is None else torch.from_numpy(back).to(device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [B, H, D]
-        keys, values = self._cache.layer(layer, key, value)
-        keys[self._row_B, :, self._position_B] = k
-        values[self._row_B, :, self._position_B] = v
-        rows = len(self._row_B)
-        out = scaled_dot_product_attention(
-            q[:, :, None],
-            keys[:rows, :, : self._longest],
-            values[:rows, :, : self._longest],
-            attn_mask=self._mask(window, q.dtype),
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [B, H, D]
+        q = q * scaling
+        outs = [part.attend(layer, *(part.own(x) for x in (q, k, v)), window=window) for part in self._parts]
+        return (outs[0] if self._back_B is None else torch.cat(outs).index_select(0, self._back_B))[None]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where things lie, for one number K of key heads."""
+
+    store: Tensor
+    """[R K] the new token's place among a row's answer tokens, in the flat [R K C]."""
+    grid: Tensor
+    """[G K rows] the row and head, in the flat [R K], of each cell of the grid; any row where there are fewer."""
+    cell: Tensor
+    """[R K] the cell of each row and head."""
+
+
+class _Part:
+    """A step of one bucket. The queries of all rows of a prompt form one matrix: the grid [G, K, rows of a prompt].
+
+    Prompts with fewer rows than others leave cells of the grid empty; what is computed there is not used.
+    """
+
+    def __init__(self, bucket: _Bucket, rows: int, device: torch.device | str) -> None:
+        self.bucket, self._device = bucket, device
+        alone = np.array_equal(bucket.row_R, np.arange(rows))
+        self.row_R = None if alone else torch.from_numpy(bucket.row_R).to(device)
+        count_G = np.bincount(bucket.prompt_R, minlength=len(bucket.prompt_names))
+        self._side = int(count_G.max())
+        order = np.argsort(bucket.prompt_R, kind="stable")
+        self._rank_R = np.empty_like(order)
+        self._rank_R[order] = np.arange(len(order)) - (np.cumsum(count_G) - count_G)[bucket.prompt_R[order]]
+        self._written_R = bucket.written_R
+        self._places: dict[int, _Places] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def own(self, x: Tensor) -> Tensor:
+        """The rows of this bucket, in its order."""
+        return x if self.row_R is None else x.index_select(0, self.row_R)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+        """q [R, H, D], scaled; k and v [R, K, D] -> [R, H, D]."""
+        rows, heads, size = q.shape
+        at = self._at(k.shape[1])
+        prompt_k, prompt_v = (
+            x[: len(self.bucket.prompt_names)].flatten(0, 1)
+            for x in self.bucket.prompts.layer(layer, k.transpose(0, 1), v.transpose(0, 1))
         )
-        return out.transpose(1, 2).reshape(1, rows, q.shape[1], -1)
+        own_k, own_v = self._store(layer, k, v, at.store)
+        share = heads // k.shape[1]
+        q = q.reshape(-1, share, size)  # [R K, share, D]
+        inner = torch.bmm(q, own_k.transpose(1, 2)).index_select(0, at.grid)
+        outer = torch.bmm(q.index_select(0, at.grid).view(len(prompt_k), -1, size), prompt_k.transpose(1, 2))
+        scores = torch.cat([outer.view(len(inner), share, -1), inner], -1)
+        grid = scores.view(-1, k.shape[1], self._side, share, scores.shape[-1])
+        weight = torch.softmax(grid.add_(self._mask(window, q.dtype)), -1).view_as(scores)
+        outer, inner = weight.tensor_split((prompt_k.shape[1],), -1)
+        out = torch.bmm(outer.reshape(len(prompt_v), -1, prompt_k.shape[1]), prompt_v)
+        out = out.view(len(weight), share, -1).index_select(0, at.cell)
+        return out.add_(torch.bmm(inner.index_select(0, at.cell), own_v)).view(rows, heads, -1)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor, place: Tensor) -> list[Tensor]:
+        """Keep the new tokens' keys and values; all that are kept of the rows, [R K, C, D].
+
+        With the room that is still empty: a product copies what is not contiguous.
+        """
+        kept = []
+        for x, new in zip(self.bucket.answers.layer(layer, k.transpose(0, 1), v.transpose(0, 1)), (k, v), strict=True):
+            x.view(-1, x.shape[3]).index_copy_(0, place, new.reshape(-1, x.shape[3]))
+            kept.append(x[: len(k)].flatten(0, 1))
+        return kept
+
+    def _at(self, kv_heads: int) -> _Places:
+        if kv_heads not in self._places:
+            prompt_R, room = self.bucket.prompt_R, self.bucket.answers.tokens
+            head, row = np.arange(kv_heads), np.arange(len(prompt_R))
+            store = (row[:, None] * kv_heads + head) * room + self._written_R[:, None]
+            cell = (prompt_R[:, None] * kv_heads + head) * self._side + self._rank_R[:, None]
+            grid = np.zeros(len(self.bucket.prompt_names) * kv_heads * self._side, dtype=np.int64)
+            grid[cell.ravel()] = np.arange(cell.size)
+            self._places[kv_heads] = _Places(
+                *(torch.from_numpy(x.ravel()).to(self._device) for x in (store, grid, cell))
+            )
+        return self._places[kv_heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, 1, longest]: 0 where a key is seen, -inf elsewhere."""
-        if window not in self._masks:
-            behind = self._position_B[:, None] - torch.arange(self._longest, device=self._position_B.device)
+        """[G, 1, side, 1, P + C]: 0 where a key is seen, -inf elsewhere."""
+        if (window, dtype) not in self._masks:
+            tokens_G = self.bucket.tokens_G
+            written = np.zeros((len(tokens_G), self._side), dtype=np.int64)
+            written[self.bucket.prompt_R, self._rank_R] = self._written_R
+            outer = np.arange(self.bucket.prompts.tokens) - tokens_G[:, None]
+            inner = np.arange(self.bucket.answers.tokens)
+            # Places counted from the prompt's end: of the query, and of the keys.
+            place = np.concatenate([outer, np.broadcast_to(inner, (len(tokens_G), len(inner)))], 1)
+            behind = written[:, :, None] - place[:, None]
             hidden = behind < 0
+            hidden[:, :, : outer.shape[1]] |= (outer >= 0)[:, None]
             if window is not None:
                 hidden |= behind >= window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
+            mask = np.where(hidden, -np.inf, 0.0)[:, None, :, None]
+            self._masks[window, dtype] = torch.from_numpy(mask).to(dtype=dtype, device=self._device)
+        return self._masks[window, dtype]
