@@ -83,6 +83,16 @@ class Batch:
         }
         return replace(self, **moved)
 
+    def with_plan_of(self, other: Batch) -> Batch:
+        """This update cut as `other` is: the same rollouts in the same order, under another token budget."""
+        return replace(
+            self,
+            tokens_T=other.tokens_T,
+            position_T=other.position_T,
+            source_N=other.source_N,
+            plan=other.plan,
+        )
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -92,6 +102,11 @@ class Batches:
     skipped: int
     largest: int
     """Tokens of the largest micro-batch: over the budget only where a single answer, with its prompt, is."""
+
+    @property
+    def divisible(self) -> bool:
+        """False if every micro-batch holds a single answer."""
+        return any(micro.sequences > 1 for batch in self.updates for micro in batch.plan)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.updates)

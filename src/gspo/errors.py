@@ -1,4 +1,4 @@
-"""The two ways in which `gspo` gives up; everything else is a bug and propagates."""
+"""The two ways in which `gspo` gives up, and the one after which it tries again; everything else is a bug and propagates."""
 
 
 class InputError(Exception):
@@ -10,3 +10,7 @@ class InputError(Exception):
 
 class RunError(Exception):
     """A run that had started cannot go on: exit code 1, with the evidence in the message."""
+
+
+class OutOfMemoryError(RunError):
+    """A pass did not fit into memory; nothing has changed by it, so that it can be tried in smaller pieces."""

@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gspo.batch import Batch, make_batches
+from gspo.batch import Batch, Batches, make_batches
 from gspo.config import Run
 from gspo.console import Console
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
+from gspo.errors import OutOfMemoryError, RunError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
@@ -52,6 +53,7 @@ class Job:
     stopped_by: signal.Signals | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
     _skipped: int = 0
+    _oversize: int = 0
     _saved: int | None = None
     _start: dict[str, Evaluation] = field(default_factory=dict)
 
@@ -69,16 +71,62 @@ class Job:
             requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
             return rollout(self.engine, requests, self.inputs.reward)
 
-    def annotate(self, groups: Sequence[Group]) -> list[Batch]:
-        """Batches of the step's updates with old log-probabilities, advantages and weights."""
+    def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
+        """Annotate and update. Out of memory, it is tried again with smaller micro-batches.
+
+        Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
+        larger ones. Raises RunError if a single answer does not fit.
+        """
+        batches: list[Batch] | None = None
+        done: list[UpdateStats] = []
+        while batches is None or len(done) < len(batches):
+            try:
+                if batches is None:
+                    batches = self._annotate(groups)
+                else:
+                    done.append(self._update(batches[len(done)]))
+            except OutOfMemoryError as error:
+                self._halve(groups, str(error))
+                # Until the first update the old pass can be done again, in the pieces of the training pass.
+                batches = self.learner.recut(self._batches(groups), batches) if done and batches else None
+        return batches, done
+
+    def _batches(self, groups: Sequence[Group]) -> Batches:
+        batches = make_batches(groups, self.run.algorithm, self._budget)
+        if batches.largest > max(self._budget, self._oversize):
+            self._oversize = batches.largest
+            self.console.say(
+                f"note: an answer makes {batches.largest} tokens with its prompt, more than a micro-batch's {self._budget}; it runs alone"
+            )
+        return batches
+
+    def _annotate(self, groups: Sequence[Group]) -> list[Batch]:
         with self._timed("old"):
-            batches = make_batches(groups, self.run.algorithm, self.run.max_tokens_per_microbatch)
+            batches = self._batches(groups)
             self._skipped = batches.skipped
             return self.learner.annotate(batches)
 
-    def update(self, batch: Batch) -> UpdateStats:
+    def _update(self, batch: Batch) -> UpdateStats:
         with self._timed("update"):
             return self.learner.update(batch, self.objective)
+
+    @property
+    def _budget(self) -> int:
+        return self.progress.max_tokens_per_microbatch or self.run.max_tokens_per_microbatch
+
+    def _halve(self, groups: Sequence[Group], words: str) -> None:
+        batches = make_batches(groups, self.run.algorithm, self._budget)
+        if not batches.divisible:
+            raise RunError(
+                f"out of memory ({words}) with one answer at a time, of up to {batches.largest} tokens with its prompt: "
+                "set model.gradient_checkpointing=true, shorten sampling.max_new_tokens, or use a machine with more memory"
+            )
+        budget = min(self._budget, batches.largest) // 2
+        self.progress = replace(self.progress, max_tokens_per_microbatch=budget)
+        self.console.say(
+            f"out of memory ({words}) with micro-batches of up to {batches.largest} tokens: trying again with {budget}, from here on. "
+            f"To start so: max_tokens_per_microbatch={budget}"
+        )
 
     def publish(self, step: int) -> None:
         """Give the engine the new weights."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,13 @@ from gspo.algorithms.advantages import advantages, token_weights
 from gspo.algorithms.losses import PolicyInputs, Tally, kl_term, policy_loss
 from gspo.algorithms.segments import segment_sum
 from gspo.batch import Batch, Batches, Microbatch
-from gspo.errors import RunError
+from gspo.errors import OutOfMemoryError, RunError
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.presets import Algorithm
 from gspo.stats import Parity, UpdateStats, WeightChange, parity_of
+
+T = TypeVar("T")
 
 Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
 """(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
@@ -118,13 +121,18 @@ class Learner:
         exactly 1 in any precision; the first update needs none, being itself a forward of the old policy.
         """
         moved = [batch.to(self._device, self._maths) for batch in batches]
+        return self._weigh(_within_memory(lambda: [self._with_logprobs(i, batch) for i, batch in enumerate(moved)]))
+
+    def _with_logprobs(self, update: int, batch: Batch) -> Batch:
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
-        annotated = []
-        for i, batch in enumerate(moved):
-            old_N = self._logprobs(self.model, batch) if self._needs_old(i) or kl_in_reward else None
-            reference_N = self._logprobs(self.reference, batch) if self.reference is not None else None
-            annotated.append(replace(batch, old_logprob_N=old_N, reference_logprob_N=reference_N))
-        return self._weigh(annotated)
+        old_N = self._logprobs(self.model, batch) if self._needs_old(update) or kl_in_reward else None
+        reference_N = self._logprobs(self.reference, batch) if self.reference is not None else None
+        return replace(batch, old_logprob_N=old_N, reference_logprob_N=reference_N)
+
+    def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:
+        """The annotated updates under the micro-batch plan of `batches`, which hold the same rollouts."""
+        pairs = zip(batches, annotated, strict=True)
+        return [old.with_plan_of(new.to(self._device, self._maths)) for new, old in pairs]
 
     def _needs_old(self, update: int) -> bool:
         row = self.row
@@ -176,33 +184,49 @@ class Learner:
         """Forward, loss and backward of every micro-batch, then one optimizer step.
 
         Raises RunError if a trained token has a log-probability that is not finite, or if no gradient
-        reaches a trainable weight although answers differ.
+        reaches a trainable weight although answers differ; OutOfMemoryError, with nothing changed, if a micro-batch
+        does not fit.
         """
-        loss_sum, entropy_sum, tally, parity = 0.0, 0.0, Tally(), Parity()
-        for micro in batch.plan:
-            logprob_N, entropy_N = self._forward(self.model, batch, micro)
-            parity += parity_of(logprob_N.detach(), batch, micro) if self._at_rollout_weights(batch) else Parity()
-            loss, micro_tally = objective(logprob_N, entropy_N, batch, micro)
-            if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += float(loss.detach())
-            entropy_sum += float(entropy_N.detach().sum())
-            tally += micro_tally
-        parity += self._parity_of_old_pass(batch)
+        try:
+            sums = _within_memory(lambda: self._accumulate(batch, objective))
+        except OutOfMemoryError:
+            self._drop_gradients()
+            raise
+        parity = sums.parity + self._parity_of_old_pass(batch)
         learning_rate = self._set_learning_rate()
-        grad_norm = self._step(tally)
+        grad_norm = self._step(sums.tally)
         return UpdateStats(
-            loss=loss_sum,
+            loss=sums.loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            entropy=entropy_sum / len(batch.target_N),
+            entropy=sums.entropy / len(batch.target_N),
             trained_tokens=len(batch.target_N),
             packed_tokens=len(batch.tokens_T),
+            micro_batches=len(batch.plan),
             sequences=batch.sequences,
             tokens=batch.tokens,
-            tally=tally,
+            tally=sums.tally,
             parity=parity,
         )
+
+    def _accumulate(self, batch: Batch, objective: Objective) -> _Sums:
+        """Forward and backward of every micro-batch; gradients add up in the masters."""
+        sums = _Sums()
+        for micro in batch.plan:
+            logprob_N, entropy_N = self._forward(self.model, batch, micro)
+            if self._at_rollout_weights(batch):
+                sums.parity += parity_of(logprob_N.detach(), batch, micro)
+            loss, tally = objective(logprob_N, entropy_N, batch, micro)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            sums.loss += float(loss.detach())
+            sums.entropy += float(entropy_N.detach().sum())
+            sums.tally += tally
+        return sums
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tensor]:
         logprob_N, entropy_N = trained_logprobs(
@@ -323,6 +347,29 @@ class Learner:
         }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
         self.updates = updates
+
+
+@dataclass
+class _Sums:
+    """What the micro-batches of an update add up to."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    parity: Parity = field(default_factory=Parity)
+
+
+def _within_memory(work: Callable[[], T]) -> T:
+    """The result of `work`, or OutOfMemoryError in the place of torch's own words for it."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        words = str(error).splitlines()[0] if str(error) else "out of memory"
+        # A CPU has no exception of its own for it.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in words:
+            raise
+    # Raised here, not above: that traceback holds the activations.
+    raise OutOfMemoryError(words)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -38,8 +38,7 @@ def train(job: Job) -> Result:
         job.measure_start()
         for step in job.steps():
             groups = job.rollout()
-            batches = job.annotate(groups)
-            updates = [job.update(batch) for batch in batches]
+            batches, updates = job.learn(groups)
             job.publish(step)
             metrics = job.record(step, groups, batches, updates)
             job.save_if_due(metrics)

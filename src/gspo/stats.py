@@ -47,6 +47,7 @@ class UpdateStats:
     """Mean over trained tokens, nats."""
     trained_tokens: int
     packed_tokens: int
+    micro_batches: int
     sequences: int
     """Denominators of the loss: S and N of the update."""
     tokens: int

@@ -43,6 +43,8 @@ class Progress:
     """Evaluation reward before the first step."""
     last_reward: float | None = None
     """Latest evaluation reward."""
+    max_tokens_per_microbatch: int | None = None
+    """Token budget that memory has left of the configured one; None: all of it."""
 
 
 class Store:
