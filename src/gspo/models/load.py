@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
+from gspo.models import fused
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
@@ -92,6 +93,8 @@ def load_policy(model: config.Model) -> Policy:
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
         _checkpoint_activations(hf, model.name)
+    if model.compile:
+        fused.install(hf, _compiled(device))
     parameters = sum(p.numel() for p in hf.parameters())
     stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
     announcement = (
@@ -245,6 +248,18 @@ _NATIVE_BFLOAT16: dict[str, Callable[[torch.device], bool]] = {
 }
 
 
+def _compiled(device: torch.device) -> fused.Kernels:
+    kernels = fused.compiled()
+    try:
+        kernels.gate(torch.ones(2, 8, device=device), torch.ones(2, 8, device=device))
+    except Exception as error:  # whatever the compiler of this machine says
+        raise InputError(
+            f"model.compile=true: torch.compile does not work here ({str(error).strip().splitlines()[0]}). It needs a C++ compiler on a CPU "
+            "and Triton on a GPU; install one, or leave model.compile=false"
+        ) from error
+    return kernels
+
+
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
 
@@ -277,6 +292,7 @@ def _prepare(model: Any, name: str) -> None:
         )
     model.set_attn_implementation(ATTENTION)
     install_head(model)
+    fused.install(model, fused.Kernels())
     sources = torch.arange(11, device=model.device)
     found, _ = trained_logprobs(
         model,

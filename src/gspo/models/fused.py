@@ -1,0 +1,127 @@
+"""Norms and gated activations with a written-out backward pass: less is kept for it, and torch.compile can fuse each.
+
+In: a loaded model. Out: the same model, its RMS norms and SwiGLU layers computed by the functions below wherever they
+are known to mean the same; `load` holds the result against the model's own. Works on any device.
+
+Letters: T tokens of the packed row, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+# ------------------------------------------------------------------------------ the formulas
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * weight, the first factor rounded to the type of x as transformers does it; and 1 / rms [T, 1]."""
+    wide = _widened(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * scale).to(x.dtype) * weight, scale
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """With n = x scale:  d x = scale (g w - n mean(g w n)),  d weight = sum over tokens of g n."""
+    n, g = _widened(x) * scale, _widened(grad)
+    gw = g * weight
+    grad_x = scale * (gw - n * (gw * n).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), (g * n).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def _gate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """With s = sigmoid(a):  d silu(a) / d a = s (1 + a (1 - s))."""
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * silu(gate)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The four formulas, as they are or compiled."""
+
+    norm: Callable[..., tuple[Tensor, Tensor]] = _norm
+    norm_backward: Callable[..., tuple[Tensor, Tensor]] = _norm_backward
+    gate: Callable[..., Tensor] = _gate
+    gate_backward: Callable[..., tuple[Tensor, Tensor]] = _gate_backward
+
+
+def compiled() -> Kernels:
+    """Each formula as one pass over memory: C++ on a CPU, Triton on a GPU; made when it is first called."""
+    formulas = (_norm, _norm_backward, _gate, _gate_backward)
+    return Kernels(*(torch.compile(formula, dynamic=True, fullgraph=True) for formula in formulas))
+
+
+# ------------------------------------------------------------------------------ in the place of the model's own
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
+        y, scale = kernels.norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.kernels = kernels
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad_x, grad_weight = ctx.kernels.norm_backward(grad, x, weight, scale)
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        result: Tensor = kernels.gate(gate, up)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernels.gate_backward(grad, *ctx.saved_tensors), None
+
+
+def install(model: nn.Module, kernels: Kernels) -> None:
+    """Put the formulas in the place of the modules that compute them.
+
+    A norm is known by its class's name and its `variance_epsilon`, a gated layer by its three projections and SiLU.
+    Others stay as they are.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = partial(_norm_forward, module, kernels)
+        elif _is_gated(module):
+            module.forward = partial(_gated_forward, module, kernels)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    projections = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = getattr(module, "act_fn", None)
+    silu_like = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+    return silu_like and all(isinstance(p, nn.Linear) for p in projections)
+
+
+def _norm_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
+    result: Tensor = _Norm.apply(x, module.weight, module.variance_epsilon, kernels)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _gated_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
+    result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), kernels))  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,108 @@
+"""Written-out norms and gates are the model's own, in value and gradient, and keep less for the backward pass."""
+
+from __future__ import annotations
+
+import shutil
+from copy import deepcopy
+from typing import Any
+
+import families
+import pytest
+import torch
+from torch import Tensor
+
+from gspo import InputError, config
+from gspo.models import fused, load
+
+
+def module(family: str, kind: str, dtype: torch.dtype) -> Any:
+    layer = families.make(family, torch.float32).model.layers[0].to(dtype)
+    made = layer.input_layernorm if kind == "norm" else layer.mlp
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+    return made
+
+
+def passes(module: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    assert x.grad is not None
+    found = {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+    module.zero_grad()
+    return y.detach(), found
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kind", ["norm", "mlp"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_the_formulas_are_the_models_own(family: str, kind: str, dtype: torch.dtype, gap: float) -> None:
+    stock = module(family, kind, dtype)
+    ours = deepcopy(stock)
+    fused.install(ours, fused.Kernels())
+    assert ours.forward.__class__ is not stock.forward.__class__, "nothing was installed"
+    x = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
+    (expected, stock_gradients), (found, gradients) = passes(stock, x), passes(ours, x)
+    assert families.relative_gap(found.double(), expected.double()) < gap
+    for name, gradient in stock_gradients.items():
+        assert families.relative_gap(gradients[name].double(), gradient.double()) < gap, name
+
+
+def test_the_gradients_are_those_of_the_formulas() -> None:
+    """By finite differences, in float64."""
+    kernels = fused.Kernels()
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,)))
+    assert torch.autograd.gradcheck(lambda x, w: fused._Norm.apply(x, w, 1e-5, kernels), (x, weight))
+    gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: fused._Gate.apply(a, b, kernels), (gate, up))
+
+
+def test_gemmas_norms_and_other_activations_stay_as_they_are() -> None:
+    model = families.make("gemma3", torch.float32)
+    before = {name: m.forward.__func__ for name, m in model.named_modules() if hasattr(m.forward, "__func__")}
+    fused.install(model, fused.Kernels())
+    for name, m in model.named_modules():
+        assert m.forward.__func__ is before[name], name
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    def kept(model: Any) -> int:
+        seen: dict[int, int] = {}
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = model(input_ids=torch.arange(60)[None], use_cache=False)
+        del result
+        return sum(seen.values())
+
+    stock = families.make("llama", torch.float32).bfloat16()
+    ours = deepcopy(stock)
+    fused.install(ours, fused.Kernels())
+    assert kept(ours) < 0.8 * kept(stock)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_formulas_are_the_same() -> None:
+    plain, made = fused.Kernels(), fused.compiled()
+    gate, up, grad = (torch.randn(7, 24, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    torch.testing.assert_close(made.gate(gate, up), plain.gate(gate, up))
+    for a, b in zip(made.norm(gate, up[0], 1e-5), plain.norm(gate, up[0], 1e-5), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(made.gate_backward(grad, gate, up), plain.gate_backward(grad, gate, up), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Tensor) -> Tensor:
+        raise RuntimeError("no C++ compiler found")
+
+    monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
+    with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
+        load.load_policy(config.Model(name="tiny-dense", compile=True))
