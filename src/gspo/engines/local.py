@@ -26,7 +26,7 @@ from gspo.errors import InputError, RunError
 from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
-from gspo.models.products import WeightsFirst
+from gspo.models.packing import PackedWeights
 from gspo.types import Group, Rollout, Segment, Stop
 
 _PREFILL_TOKENS = 8192
@@ -93,7 +93,7 @@ class LocalEngine:
             yield from self._advance()
         self._flight = _Flight(self._sampling.max_new_tokens)  # its memory is the learner's now
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _advance(self) -> list[Group]:
         """The first token of answers, if rows are free for them, else the next token of every row."""
         rows = self._start() if self._refill_due() else self._step()
@@ -166,9 +166,9 @@ class LocalEngine:
             torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in (tokens_T, position_T, source_N)
         )
         model, flight = self._policy.model, self._flight
-        if flight.factor_VD is None or flight.products is None:
-            flight.factor_VD, flight.products = model.get_output_embeddings().factor(), WeightsFirst(model)
-        with flight.products:
+        if flight.factor_VD is None or flight.packed is None:
+            flight.factor_VD, flight.packed = model.get_output_embeddings().factor(), PackedWeights(model)
+        with flight.packed:
             return next_logits(
                 model, tokens_T=tokens, position_T=position, layout=layout, source_N=source, factor_VD=flight.factor_VD
             )
@@ -231,7 +231,7 @@ class _Flight:
         self.first_logits: dict[_Open, Tensor] = {}
         """[V] behind a prompt, of the prompts whose answers have not all started."""
         self.cache = TreeCache(max_new_tokens)
-        self.products: WeightsFirst | None = None
+        self.packed: PackedWeights | None = None
         self.factor_VD: Tensor | None = None
         """The head's weight in float32, made once for the answers that are written with it."""
         self._token_BM = np.zeros((0, max_new_tokens), dtype=np.int64)

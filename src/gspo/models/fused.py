@@ -60,8 +60,8 @@ class Kernels:
 
 def compiled() -> Kernels:
     """Each formula as one pass over memory: C++ on a CPU, Triton on a GPU; made when it is first called."""
-    formulas = (_norm, _norm_backward, _gate, _gate_backward)
-    return Kernels(*(torch.compile(formula, dynamic=True, fullgraph=True) for formula in formulas))
+    fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
+    return Kernels(fuse(_norm), fuse(_norm_backward), fuse(_gate), fuse(_gate_backward))
 
 
 # ------------------------------------------------------------------------------ in the place of the model's own
