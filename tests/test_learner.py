@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gspo.batch import make_batches
 from gspo.learner import Learner, policy_objective, schedule
 from gspo.models.load import Policy, load_policy
 from gspo.stats import UpdateStats
-from gspo.types import Group
+from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 
 Sampled = Callable[..., list[Group]]
 ONE_UPDATE = {
@@ -86,6 +87,43 @@ def test_the_gradient_is_the_papers_one_answer_at_a_time(name: str, policy: Poli
         logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
         loss = loss + advantage * torch.nn.functional.cross_entropy(logits, ids[start:]) / len(rollouts)
     model.zero_grad()
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_a_conversation_that_branches_is_trained_once_a_token(policy: Policy) -> None:
+    """Two histories of one rollout share their first turn; each sampled token counts once, after its own history."""
+    model = policy.model
+    ids = torch.randint(3, 50, (20,), generator=torch.Generator().manual_seed(0)).numpy()
+
+    def segment(part: slice, sampled: bool, parent: int | None) -> Segment:
+        tokens = ids[part]
+        return Segment(tokens, np.full(len(tokens), sampled), np.zeros(len(tokens), np.float32), parent)
+
+    first, tool, second = (
+        segment(slice(4, 7), True, None),
+        segment(slice(7, 9), False, 0),
+        segment(slice(9, 12), True, 1),
+    )
+    summary, third = segment(slice(12, 14), False, 0), segment(slice(14, 16), True, 3)
+    branching = Rollout(0, (first, tool, second, summary, third), "", Stop.EOS, (0, 0), Reward(1.0))
+    other = Rollout(1, (segment(slice(16, 20), True, None),), "", Stop.EOS, (0, 0), Reward(0.0))
+    groups = [Group(Prompt(0, "", ids[:4], {}), 0, (branching, other))]
+    found = gradients(policy, groups, ONE_UPDATE["gspo"], 1000)
+
+    def logprob(history: list[slice], answer: slice) -> Tensor:
+        row = torch.from_numpy(np.concatenate([ids[:4], *(ids[part] for part in history), ids[answer]]))
+        count = len(ids[answer])
+        logits = model(input_ids=row[None], use_cache=False).logits[0, -count - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(1, row[-count:, None])[:, 0]
+
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")  # eager makes its softmax in float32
+    turns = [logprob([], slice(4, 7)), logprob([slice(4, 7), slice(7, 9)], slice(9, 12))]
+    turns.append(logprob([slice(4, 7), slice(12, 14)], slice(14, 16)))
+    advantage = 1 / 2**0.5  # rewards 1 and 0, over their standard deviation
+    loss = -advantage * torch.cat(turns).mean() / 2 + advantage * logprob([], slice(16, 20)).mean() / 2
     loss.backward()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(found[key], parameter.grad, rtol=1e-8, atol=1e-12)

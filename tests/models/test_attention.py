@@ -62,7 +62,7 @@ FOREST: tuple[list[int], list[int | None]] = (
 )
 
 
-@pytest.mark.parametrize(("piece", "scores"), [(512, 2**16), (3, 2**16), (512, 1), (4, 100)])
+@pytest.mark.parametrize(("piece", "scores"), [(512, 2**19), (3, 2**19), (512, 1), (4, 100)])
 @pytest.mark.parametrize("family", families.CONFIGS)
 def test_packed_trees_are_their_sequences_one_at_a_time(
     family: str, piece: int, scores: int, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +94,7 @@ def forests(draw: st.DrawFn) -> tuple[list[int], list[int | None]]:
 @given(
     shape=forests(),
     piece=st.integers(1, 10),
-    scores=st.sampled_from([1, 60, 2**16]),
+    scores=st.sampled_from([1, 60, 2**19]),
     family=st.sampled_from(["llama", "mistral"]),
 )
 def test_any_tree_is_its_sequences_one_at_a_time(

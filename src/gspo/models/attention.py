@@ -24,7 +24,7 @@ ATTENTION = "gspo"
 
 _PIECE = 512
 """Longer segments are cut into pieces, each of which hangs on the one before: scores then grow with the length only."""
-_SCORES = 2**16
+_SCORES = 2**19
 """Queries times keys of a block, for one head: more are computed in several blocks, so that scores stay in the cache."""
 _WASTE = 1.25
 """Largest ratio of a block's scores to those that its pieces would have without padding."""
@@ -67,8 +67,8 @@ class Packed:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        rows = (_rows(x) for x in (query, key, value))
-        out: Tensor = _Attend.apply(*rows, self._blocks, self.tokens, scaling, window)  # type: ignore[no-untyped-call]
+        products = _Products(self._blocks, (query.shape[1], key.shape[1]), scaling, window)
+        out: Tensor = _Attend.apply(_rows(query), _rows(key), _rows(value), products)  # type: ignore[no-untyped-call]
         return out.view(1, self.tokens, query.shape[1], -1)
 
 
@@ -220,6 +220,34 @@ class _Uneven:
 # ------------------------------------------------------------------------------ the products
 
 
+class _Products:
+    """The blocks of a packed row, as the heads, the scale and the window of a layer have them computed."""
+
+    def __init__(self, blocks: list[_Block], heads: tuple[int, int], scaling: float, window: int | None) -> None:
+        self._blocks, self._heads, self._scaling, self._window = blocks, heads, scaling, window
+
+    def __iter__(self) -> Iterator[tuple[_Block, _Index]]:
+        return ((block, block.index(*self._heads)) for block in self._blocks)
+
+    def factors(self, block: _Block, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled queries [Hkv * S, H/Hkv * C, D], keys and values [Hkv * S, K, D] of a block."""
+        index = block.index(*self._heads)
+        k, v = (x.index_select(0, index.key).view(-1, block.keys, x.shape[1]) for x in (key, value))
+        q = query.index_select(0, index.query).mul_(self._scaling).view(len(k), -1, query.shape[1])
+        return q, k, v
+
+    def share(self, block: _Block, q: Tensor, k: Tensor) -> Tensor:
+        """What each query takes of each key: softmax of their products over the keys that it sees."""
+        score = torch.bmm(q, k.transpose(1, 2))
+        each = score.view(-1, block.pieces, q.shape[1] // block.queries, block.queries, block.keys)
+        for columns, hidden in block.hidden(self._window):
+            each[..., columns].masked_fill_(hidden[:, None], float("-inf"))
+        return torch.softmax(score, -1)
+
+    def grad_query(self, grad_score: Tensor, k: Tensor) -> Tensor:
+        return torch.bmm(grad_score, k).mul_(self._scaling)
+
+
 class _Attend(torch.autograd.Function):
     """Softmax attention, block by block; the scores are made again in the backward pass, so none are kept.
 
@@ -228,74 +256,44 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        blocks: list[_Block],
-        tokens: int,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, products: _Products) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.blocks, ctx.heads, ctx.scaling, ctx.window = (
-            blocks,
-            (len(query) // tokens, len(key) // tokens),
-            scaling,
-            window,
-        )
+        ctx.products = products
         out = query.new_empty(len(query), value.shape[1])
-        for block in blocks:
-            index = block.index(*ctx.heads)
-            _, _, share = _shares(query, key, block, index, scaling, window)
-            v = value.index_select(0, index.key).view(len(share), block.keys, -1)
-            rows = torch.bmm(share, v).view(-1, out.shape[1])
-            _put_back(rows, out, index)
+        for block, index in products:
+            q, k, v = products.factors(block, query, key, value)
+            _put_back(torch.bmm(products.share(block, q, k), v), out, index)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
+        products: _Products = ctx.products
         grad_query = torch.empty_like(query)
         grad_key, grad_value = _Sum(key), _Sum(value)
-        for block in ctx.blocks:
-            index = block.index(*ctx.heads)
-            q, k, share = _shares(query, key, block, index, ctx.scaling, ctx.window)
-            v = value.index_select(0, index.key).view(len(share), block.keys, -1)
+        for block, index in products:
+            q, k, v = products.factors(block, query, key, value)
+            share = products.share(block, q, k)
             grad = grad_out.index_select(0, index.query)
             if index.uneven is not None:
                 grad.index_fill_(0, index.uneven.padding, 0)
             grad = grad.view(*q.shape[:2], -1)
             grad_value.add(torch.bmm(share.transpose(1, 2), grad), index)
-            grad_score = torch.bmm(grad, v.transpose(1, 2))
-            grad_score = torch.ops.aten._softmax_backward_data(grad_score, share, -1, share.dtype)
+            grad_share = torch.bmm(grad, v.transpose(1, 2))
+            grad_score = torch.ops.aten._softmax_backward_data(grad_share, share, -1, share.dtype)
             grad_key.add(torch.bmm(grad_score.transpose(1, 2), q), index)
-            rows = torch.bmm(grad_score, k).mul_(ctx.scaling).view(-1, query.shape[1])
-            _put_back(rows, grad_query, index)
-        return grad_query, grad_key.total, grad_value.total, None, None, None, None
-
-
-def _shares(
-    query: Tensor, key: Tensor, block: _Block, index: _Index, scaling: float, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries and keys [Hkv * S, rows, D] of a block, and the softmax of their products."""
-    k = key.index_select(0, index.key).view(-1, block.keys, key.shape[1])
-    q = query.index_select(0, index.query).mul_(scaling).view(len(k), -1, query.shape[1])
-    score = torch.bmm(q, k.transpose(1, 2))
-    each = score.view(-1, block.pieces, q.shape[1] // block.queries, block.queries, block.keys)
-    for columns, hidden in block.hidden(window):
-        each[..., columns].masked_fill_(hidden[:, None], float("-inf"))
-    return q, k, torch.softmax(score, -1)
+            _put_back(products.grad_query(grad_score, k), grad_query, index)
+        return grad_query, grad_key.total, grad_value.total, None
 
 
 def _put_back(rows: Tensor, packed: Tensor, index: _Index) -> None:
     """Write a block's rows to their places in [T * H, D]."""
+    flat = rows.view(-1, rows.shape[-1])
     if index.uneven is None:
-        packed.index_copy_(0, index.query, rows)
+        packed.index_copy_(0, index.query, flat)
     else:
-        packed.index_copy_(0, index.uneven.written, rows.index_select(0, index.uneven.real))
+        packed.index_copy_(0, index.uneven.written, flat.index_select(0, index.uneven.real))
 
 
 class _Sum:
