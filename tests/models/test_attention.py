@@ -16,6 +16,7 @@ from torch import Tensor
 from gspo import InputError
 from gspo.models import attention
 from gspo.models.attention import ATTENTION, Packed
+from gspo.models.flex import FlexTrees
 from gspo.models.heads import install_head, trained_logprobs
 
 GAP = {"qwen3_moe": 1e-6}  # its router takes the softmax in float32, whatever the model's type
@@ -106,6 +107,21 @@ def test_any_tree_is_its_sequences_one_at_a_time(
         patch.setattr(attention, "_PIECE", piece)
         patch.setattr(attention, "_SCORES", scores)
         check(stock, model, families.tree(*shape), 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_the_masks_for_gpus_see_the_same_tokens(window: int | None) -> None:
+    """FlexAttention's reference on the CPU; its kernel needs CUDA."""
+    lengths, parents = FOREST
+    q, k, v = (
+        torch.randn(1, heads, sum(lengths), 16, dtype=torch.float32, generator=torch.Generator().manual_seed(heads))
+        for heads in (6, 2, 2)
+    )
+    expected = Packed(lengths, parents=parents).attend(0, q, k, v, scaling=0.2, window=window)
+    trees = FlexTrees(lengths, parents, torch.device("cpu"))
+    found = trees.attend(q, k, v, scaling=0.2, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_prompt_goes_through_the_model_once_for_all_its_answers() -> None:

@@ -19,6 +19,7 @@ from torch.nn.functional import embedding_bag
 from transformers import AttentionInterface
 
 from gspo.errors import InputError
+from gspo.models.flex import FlexTrees
 
 ATTENTION = "gspo"
 
@@ -61,12 +62,17 @@ class Packed:
         if len(lengths) == 0 or min(lengths) < 1:
             raise ValueError(f"a packed row needs segments of at least one token, found lengths {list(lengths)}")
         self.tokens = sum(lengths)
-        pieces = _pieces(lengths, [None] * len(lengths) if parents is None else parents)
+        self._lengths, self._parents = lengths, [None] * len(lengths) if parents is None else parents
+        pieces = _pieces(self._lengths, self._parents)
         self._blocks = [_Block(block, self.tokens, torch.device(device)) for block in _blocks(pieces)]
+        self._flex: FlexTrees | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
+        if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+            self._flex = self._flex or FlexTrees(self._lengths, self._parents, query.device)
+            return self._flex.attend(query, key, value, scaling=scaling, window=window)
         products = _Products(self._blocks, (query.shape[1], key.shape[1]), scaling, window)
         out: Tensor = _Attend.apply(_rows(query), _rows(key), _rows(value), products)  # type: ignore[no-untyped-call]
         return out.view(1, self.tokens, query.shape[1], -1)
