@@ -144,11 +144,13 @@ class _Products:
     factor: torch.dtype
     """What hidden states and weights are converted to first; exact."""
     multiply: Callable[[Tensor, Tensor], Tensor]
+    gradient: torch.dtype
+    """What the factors of a gradient are converted to: as precise as the gradient that comes of them."""
 
 
 def _multiply_on_cpu(a: Tensor, b: Tensor) -> Tensor:
-    """float32 matrices that hold bfloat16 numbers (or gradients, for which those are good enough), multiplied by the
-    processor's bfloat16 unit, which adds up in float32; unlike a bfloat16 product, the result stays float32."""
+    """float32 matrices that hold bfloat16 numbers, multiplied by the processor's bfloat16 unit, which adds up in
+    float32; unlike a bfloat16 product, which is faster, the result stays float32."""
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -163,8 +165,8 @@ def _multiply_on_cuda(a: Tensor, b: Tensor) -> Tensor:
 
 
 _BFLOAT16_PRODUCTS = {
-    "cpu": _Products(torch.float32, _multiply_on_cpu),
-    "cuda": _Products(torch.bfloat16, _multiply_on_cuda),
+    "cpu": _Products(torch.float32, _multiply_on_cpu, torch.bfloat16),
+    "cuda": _Products(torch.bfloat16, _multiply_on_cuda, torch.bfloat16),
 }
 
 
@@ -173,7 +175,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _products(weight: Tensor) -> _Products:
-    plain = _Products(_wide(weight.dtype), torch.mm)
+    plain = _Products(_wide(weight.dtype), torch.mm, _wide(weight.dtype))
     return _BFLOAT16_PRODUCTS.get(weight.device.type, plain) if weight.dtype == torch.bfloat16 else plain
 
 
@@ -236,7 +238,7 @@ class _Logprob(torch.autograd.Function):
         by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / ctx.temperature
         by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        grad_h = torch.zeros_like(h, dtype=wide)
+        grad_h, h_factor = torch.zeros_like(h, dtype=wide), hidden_ND.to(products.gradient)
         grad_weight = torch.empty_like(weight_VD) if wants_weight else None
         grad_bias = torch.empty_like(bias_V) if wants_bias else None
         for columns, weight, bias in _columns(weight_VD, bias_V):
@@ -248,11 +250,12 @@ class _Logprob(torch.autograd.Function):
                 )
                 place, inside = _place(target_N[rows], columns)
                 grad.scatter_add_(1, place[:, None], torch.where(inside, by_logprob_N[rows], 0)[:, None])
-                grad_h[rows] += product(grad, weight)
-                if grad_weight is not None:
-                    block += product(grad.T, h[rows])
                 if grad_bias is not None:
                     block_bias += grad.sum(0)
+                grad = grad.to(products.gradient)
+                grad_h[rows] += torch.mm(grad, weight_VD[columns].to(products.gradient))
+                if grad_weight is not None:
+                    block += torch.mm(grad.T, h_factor[rows])
             if grad_weight is not None:
                 grad_weight[columns] = block
             if grad_bias is not None:
