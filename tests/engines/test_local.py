@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import PROMPTS, UNEVEN, answers, named, requests
 from chains import ask, chain, policy_of, prompt, tokens, written
+from families import CONFIGS, VOCABULARY, make, packed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
 
 from gspo import InputError, RunError
 from gspo.config import Model, Sampling
 from gspo.engines import local
-from gspo.engines.engine import Engine, Request
+from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.load import Policy, load_policy
-from gspo.types import Group, Stop
-
-PROMPTS = [[5, 9, 20], [7], [11, 30, 12, 33, 14, 15, 40, 41, 42], [8, 8], [21, 22, 23, 24, 25]]
+from gspo.types import Segment, Stop
 
 
 def mistral() -> Policy:
@@ -40,28 +42,7 @@ def mistral() -> Policy:
     return policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64), (2,))
 
 
-def named(name: str, dtype: str = "float64") -> Policy:
-    """A tiny model with weights ten times as large, so that what it sees matters to what it says."""
-    policy = load_policy(Model(name=name, dtype=dtype))
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            if p.ndim > 1:
-                p.mul_(10)
-    return policy
-
-
 POLICIES = {"llama": lambda: named("tiny-dense"), "qwen3_moe": lambda: named("tiny-moe"), "mistral": mistral}
-
-
-def answers(policy: Policy, requests: list[Request], seed: int = 0, **sampling: Any) -> list[Group]:
-    engine: Engine = LocalEngine(policy, Sampling(**{"max_new_tokens": 12, **sampling}), seed=seed)
-    for request in requests:
-        engine.submit(request)
-    return list(engine.collect())
-
-
-def requests(count: int = 5, **keys: Any) -> list[Request]:
-    return [ask(ids, count, ordinal=i, **keys) for i, ids in enumerate(PROMPTS)]
 
 
 # ------------------------------------------------------------------------------ scheduling
@@ -74,14 +55,15 @@ def test_tokens_do_not_depend_on_scheduling(kind: str, monkeypatch: pytest.Monke
     assert len(expected) == 25
     assert len({tuple(ids) for ids in expected.values()}) > 20
     assert any(len(ids) < 12 for ids in expected.values())
-    for rows in (1, 3, 7, 24):
+    for rows in (1, 7):
         assert tokens(answers(policy, requests(), max_rows=rows)) == expected, rows
     assert tokens(answers(policy, requests()[::-1], max_rows=6)) == expected
     alone = [group for request in requests() for group in answers(policy, [request])]
     assert tokens(alone) == expected
     monkeypatch.setattr(local, "_PREFILL_TOKENS", 8)
-    monkeypatch.setattr(local, "_CACHE_TOKENS", 60)
-    assert tokens(answers(policy, requests(), max_rows=16)) == expected
+    for budget in (60, 170):  # one answer alone, and prompts side by side
+        monkeypatch.setattr(local, "_CACHE_TOKENS", budget)
+        assert tokens(answers(policy, requests(), max_rows=16)) == expected, budget
 
 
 @pytest.mark.parametrize("kind", POLICIES)
@@ -118,37 +100,94 @@ def test_groups_come_as_they_finish_and_whole() -> None:
     assert [[r.index for r in g.rollouts] for g in groups] == [[0, 1, 2]] * 2
 
 
+@given(
+    family=st.sampled_from(["llama", "gemma3"]),
+    groups=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 4)), min_size=1, max_size=4),
+    rows=st.integers(2, 10),
+    budget=st.sampled_from([1, 200, 500, 10_000]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_batch_is_one_answer_at_a_time(
+    family: str, groups: list[tuple[int, int]], rows: int, budget: int, seed: int
+) -> None:
+    policy = policy_of(make(family), (2, 3, 4, 5))
+    numbers = np.random.default_rng(seed)
+    asked = [
+        ask(numbers.integers(3, VOCABULARY, length).tolist(), count, ordinal=i)
+        for i, (length, count) in enumerate(groups)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "_CACHE_TOKENS", budget)
+        patch.setattr(local, "_PREFILL_TOKENS", budget)
+        found = answers(policy, asked, max_rows=rows, max_new_tokens=8)
+    alone = answers(policy, asked, max_rows=1, max_new_tokens=8)
+    assert tokens(found) == tokens(alone)
+    logprobs = [
+        np.concatenate([r.segments[0].logprobs for g in sorted(x, key=lambda g: g.ordinal) for r in g.rollouts])
+        for x in (found, alone)
+    ]
+    assert np.allclose(*logprobs, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_prompt_goes_through_the_model_once(rows: int) -> None:
+    """However few of its group's answers start together."""
+    policy = named("tiny-dense")
+    seen: list[int] = []
+    policy.model.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
+    groups = answers(policy, requests(), max_rows=rows)
+    fed_back = sum(r.policy_tokens - 1 for g in groups for r in g.rollouts)  # all but an answer's last token
+    assert sum(seen) == sum(len(ids) for ids in PROMPTS) + fed_back
+
+
+@pytest.mark.parametrize("budget", [300, 600, 2000])
+def test_memory_follows_the_token_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 answers to prompts of 1 to 165 tokens; as rows padded to the longest they would take 5664 tokens."""
+    policy = named("tiny-dense")
+    monkeypatch.setattr(local, "_CACHE_TOKENS", budget)
+    engine = LocalEngine(policy, Sampling(max_new_tokens=12), seed=0)
+    for i, ids in enumerate(UNEVEN):
+        engine.submit(ask(ids, 8, ordinal=i))
+    held, rows = [], []
+
+    def watch(_: Any, args: Any, __: Any) -> None:
+        held.append(engine._flight.cache.tokens)
+        rows.append(len(engine._flight.answers))
+
+    policy.model.get_input_embeddings().register_forward_hook(watch)
+    assert len(list(engine.collect())) == 4
+    assert budget / 3 < max(held) <= budget
+    assert max(rows) == {300: 9, 600: 23, 2000: 32}[budget]
+    assert engine._flight.cache.tokens == 0
+
+
 # ------------------------------------------------------------------------------ probabilities
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
-def test_logprobs_are_the_trainers(name: str) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logprobs_are_the_trainers(family: str) -> None:
     """Unchanged weights, temperature 0.6: the two sides differ by rounding only (huggingface/trl#4159)."""
-    policy = named(name, "float32")
-    groups = answers(policy, requests(), temperature=0.6, max_rows=7)
+    policy = policy_of(make(family, torch.float32), (2,))
+    asked = [ask(ids, count, ordinal=i) for i, (ids, count) in enumerate(zip(UNEVEN, (1, 6, 3, 2), strict=True))]
+    groups = answers(policy, asked, temperature=0.6, max_rows=7)
     rows = [(g.prompt.token_ids, r.segments[0]) for g in groups for r in g.rollouts]
-    packed = [torch.from_numpy(np.concatenate([ids, s.token_ids])) for ids, s in rows]
-    starts = np.cumsum([0, *(len(x) for x in packed[:-1])])
-    source_N = torch.cat(
-        [
-            torch.arange(len(ids) - 1, len(x) - 1) + start
-            for (ids, _), x, start in zip(rows, packed, starts, strict=True)
-        ]
-    )
-    tokens_T = torch.cat(packed)
+    expected_N = trainers(policy, rows, temperature=0.6)
+    found_N = np.concatenate([s.logprobs for _, s in rows])
+    assert found_N.dtype == np.float32
+    assert float(np.abs(found_N - expected_N).max()) < 1e-5
+    assert found_N.min() < -2
+    assert len(rows) == 12
+
+
+def trainers(policy: Policy, rows: list[tuple[np.ndarray, Segment]], temperature: float) -> np.ndarray:
+    """Log-probabilities of the sampled tokens, as the learner computes them."""
+    sequences = [torch.from_numpy(np.concatenate([ids, s.token_ids])) for ids, s in rows]
+    inputs = packed(sequences, [len(s.token_ids) for _, s in rows])
     logprob_N, _ = trained_logprobs(
-        policy.model,
-        tokens_T=tokens_T,
-        position_T=torch.cat([torch.arange(len(x)) for x in packed]),
-        layout=Packed([len(x) for x in packed]),
-        source_N=source_N,
-        target_N=tokens_T[source_N + 1],
-        temperature=0.6,
+        policy.model, layout=Packed([len(x) for x in sequences]), temperature=temperature, **inputs
     )
-    found = np.concatenate([s.logprobs for _, s in rows])
-    assert found.dtype == np.float32
-    assert float(np.abs(found - logprob_N.detach().numpy()).max()) < 1e-4
-    assert found.min() < -2
+    return logprob_N.detach().numpy()
 
 
 def test_sampling_follows_the_distribution() -> None:
@@ -219,51 +258,6 @@ def test_text_leaves_special_tokens_out() -> None:
     (group,) = answers(policy, [ask([3], 1)])
     assert group.rollouts[0].text == policy.tokenizer.decode([40, 41])
     assert written(group.rollouts[0]) == [40, 41, 2]
-
-
-# ------------------------------------------------------------------------------ weights
-
-
-def test_new_weights_are_used_after_load() -> None:
-    """NVIDIA-NeMo/RL#4018, vllm-project/vllm#9744: an engine that goes on with what it remembers of the old ones."""
-    policy = chain({5: {6: 0.9, 7: 0.1}, 6: {8: 0.9, 5: 0.1}}, stop_ids=(2,), dtype=torch.bfloat16)
-    engine = LocalEngine(policy, Sampling(max_new_tokens=8), seed=0)
-    engine.submit(ask([4, 5], 1, greedy=True))
-    before = next(engine.collect())
-    with torch.no_grad():
-        policy.model.lm_head.weight.neg_()
-    engine.load(policy.model.named_parameters(), version=1)
-    engine.submit(ask([4, 5], 1, greedy=True))
-    (after,) = engine.collect()
-    (fresh,) = answers(policy, [ask([4, 5], 1, greedy=True)], max_new_tokens=8)
-    assert tokens([after]) == tokens([fresh])
-    assert written(before.rollouts[0])[:2] == [6, 8]
-    assert written(after.rollouts[0])[0] not in (6, 7)
-    assert [g.rollouts[0].versions for g in (before, after)] == [(0, 0), (1, 1)]
-
-
-def test_weights_cannot_change_under_answers_being_written() -> None:
-    engine = LocalEngine(named("tiny-dense"), Sampling(max_new_tokens=8, max_rows=1), seed=0)
-    for request in requests(count=1)[:2]:
-        engine.submit(request)
-    groups = engine.collect()
-    next(groups)
-    engine.load([], version=1)  # between two answers, with one row, nothing is being written
-    assert next(groups).rollouts[0].versions == (1, 1)
-    engine = LocalEngine(chain({5: {5: 1.0}, 6: {2: 1.0}}, stop_ids=(2,)), Sampling(max_new_tokens=8), seed=0)
-    engine.submit(ask([5], 1))
-    engine.submit(ask([6], 1, ordinal=1))
-    next(engine.collect())
-    with pytest.raises(RunError, match="while 1 answers were being written"):
-        engine.load([], version=1)
-
-
-def test_sampling_leaves_the_model_trainable() -> None:
-    policy = named("tiny-dense")
-    answers(policy, requests(count=1))
-    ids = torch.tensor([[5, 6, 7]])
-    policy.model(input_ids=ids, layout=Packed([3]), use_cache=False).logits.sum().backward()
-    assert all(p.grad is not None for p in policy.model.parameters())
 
 
 # ------------------------------------------------------------------------------ refusals

@@ -100,3 +100,10 @@ def test_greedy_takes_the_likeliest_token_and_ignores_truncation_in_its_logprob(
 def test_logits_that_are_not_finite_show_in_the_logprob(bad: float) -> None:
     _, (logprob,) = draw(torch.tensor([0.0, bad, 1.0]), [0.3])
     assert not np.isfinite(logprob)
+
+
+def test_a_logprob_is_normalised_by_what_was_summed() -> None:
+    """Equal float32 weights, whose own rounding would show in the eighth digit."""
+    count = 49_157
+    _, (logprob,) = draw(torch.full((count,), 0.7), [0.4])
+    assert logprob == pytest.approx(-np.log(count), abs=1e-11)

@@ -93,7 +93,7 @@ class LocalEngine:
             yield from self._advance()
         self._flight = _Flight(self._sampling.max_new_tokens)  # its memory is the learner's now
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _advance(self) -> list[Group]:
         """The first token of answers, if rows are free for them, else the next token of every row."""
         rows = self._start() if self._refill_due() else self._step()
