@@ -200,8 +200,8 @@ class Run(Section):
     """Prompts drawn for a step."""
     group_size: int = Field(default=8, gt=0)
     """Answers to each prompt."""
-    max_tokens_per_microbatch: int = Field(default=4096, gt=0)
-    """Tokens, prompts included, that go through the model at once; sets memory, never the result."""
+    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
+    """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
     data: Data = Data()

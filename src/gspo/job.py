@@ -26,6 +26,7 @@ from gspo.evaluate import Evaluation, evaluate
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
 from gspo.learner import Learner, Objective
+from gspo.machine import give_pages_back
 from gspo.models.load import Policy
 from gspo.rollout import rollout
 from gspo.stats import UpdateStats
@@ -69,7 +70,9 @@ class Job:
         with self._timed("rollout"):
             draws = self.sampler.take(self.run.prompts_per_step)
             requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-            return rollout(self.engine, requests, self.inputs.reward)
+            groups = rollout(self.engine, requests, self.inputs.reward)
+            give_pages_back()
+            return groups
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate and update. Out of memory, it is tried again with smaller micro-batches.

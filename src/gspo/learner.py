@@ -22,6 +22,7 @@ from gspo.algorithms.losses import PolicyInputs, Tally, kl_term, policy_loss
 from gspo.algorithms.segments import segment_sum
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.errors import OutOfMemoryError, RunError
+from gspo.machine import give_pages_back
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.presets import Algorithm
@@ -192,6 +193,7 @@ class Learner:
         except OutOfMemoryError:
             self._drop_gradients()
             raise
+        give_pages_back()
         parity = sums.parity + self._parity_of_old_pass(batch)
         learning_rate = self._set_learning_rate()
         grad_norm = self._step(sums.tally)

@@ -118,10 +118,17 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _norm_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # a Function costs as much as the formula for the few rows of a decoding step
+        return kernels.norm(x, module.weight, module.variance_epsilon)[0]
     result: Tensor = _Norm.apply(x, module.weight, module.variance_epsilon, kernels)  # type: ignore[no-untyped-call]
     return result
 
 
+def _gate_without_gradient(gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+    return kernels.gate(gate, up)
+
+
 def _gated_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
-    result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), kernels))  # type: ignore[no-untyped-call]
+    gate = _Gate.apply if torch.is_grad_enabled() else _gate_without_gradient
+    result: Tensor = module.down_proj(gate(module.gate_proj(x), module.up_proj(x), kernels))
     return result
