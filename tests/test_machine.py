@@ -41,3 +41,29 @@ def test_settings_of_the_user_are_kept() -> None:
         environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
         assert done.stdout.strip() == found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_what_lies_free_in_the_heap_goes_back_to_the_system() -> None:
+    """Blocks freed below one that is still in use stay with the process until they are given back."""
+    script = """
+import resource
+from gspo import machine
+
+machine.prepare()
+import torch
+
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+
+freed = [torch.ones(2**20) for _ in range(100)]  # 4 MiB each
+kept = torch.ones(1000)
+del freed
+before = held()
+machine.give_pages_back()
+print(before - held())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert float(done.stdout) > 350, done.stderr
