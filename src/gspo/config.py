@@ -60,7 +60,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
-    """Fuse norms and activations by torch.compile: a minute at the start, then faster passes. Pays in runs of a quarter of an hour and more."""
+    """Fuse norms and activations by torch.compile. It takes time when they are first used, so it is meant for long runs."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
 

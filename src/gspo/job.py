@@ -124,7 +124,7 @@ class Job:
                 f"out of memory ({words}) with one answer at a time, of up to {batches.largest} tokens with its prompt: "
                 "set model.gradient_checkpointing=true, shorten sampling.max_new_tokens, or use a machine with more memory"
             )
-        budget = min(self._budget, batches.largest) // 2
+        budget = max(1, min(self._budget, batches.largest) // 2)
         self.progress = replace(self.progress, max_tokens_per_microbatch=budget)
         self.console.say(
             f"out of memory ({words}) with micro-batches of up to {batches.largest} tokens: trying again with {budget}, from here on. "
