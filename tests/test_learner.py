@@ -14,6 +14,7 @@ from torch import Tensor
 from gspo import PRESETS, Algorithm, RunError, config
 from gspo.algorithms.losses import Tally
 from gspo.batch import make_batches
+from gspo.errors import OutOfMemoryError
 from gspo.learner import Learner, policy_objective, schedule
 from gspo.models.load import Policy, load_policy
 from gspo.stats import UpdateStats
@@ -127,6 +128,27 @@ def test_a_conversation_that_branches_is_trained_once_a_token(policy: Policy) ->
     loss.backward()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(found[key], parameter.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_memory_that_ends_between_two_micro_batches_leaves_no_gradient_behind(policy: Policy, sampled: Sampled) -> None:
+    groups, row = sampled(policy), ONE_UPDATE["gspo"]
+    whole = gradients(policy, groups, row, 1)
+    learner = make(policy, row, GradientRecorder)
+    (batch,) = learner.annotate(make_batches(groups, row, 1))
+    plain, calls = policy_objective(row), []
+
+    def exhausted(*inputs: object) -> object:
+        calls.append(inputs)
+        if len(calls) == 3:
+            raise MemoryError
+        return plain(*inputs)  # type: ignore[arg-type]
+
+    with pytest.raises(OutOfMemoryError):
+        learner.update(batch, exhausted)  # type: ignore[arg-type]
+    learner.update(batch, plain)
+    assert isinstance(learner, GradientRecorder)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(learner.gradients[name], gradient, rtol=1e-12, atol=1e-15, msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
