@@ -200,7 +200,7 @@ class Run(Section):
     """Prompts drawn for a step."""
     group_size: int = Field(default=8, gt=0)
     """Answers to each prompt."""
-    max_tokens_per_microbatch: int = Field(default=1536, gt=0)
+    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
     """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
