@@ -140,7 +140,7 @@ def _learner(run: Run, policy: Policy) -> Learner:
         settings=run.optimizer,
         temperature=run.sampling.temperature,
         max_new_tokens=run.sampling.max_new_tokens,
-        total_updates=run.steps * run.algorithm.updates_per_step,
+        total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
     )

@@ -191,7 +191,7 @@ class Run(Section):
     dir: str | None = Field(default=None, min_length=1)
     """Folder of the run; null: runs/<recipe name>."""
     steps: int = Field(default=100, gt=0)
-    """Steps: rollouts, then `algorithm.updates_per_step` updates."""
+    """Steps: rollouts, then `algorithm.updates_per_step` updates, `algorithm.epochs` times over."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the order of prompts and of every random number of sampling."""
     threads: int | None = Field(default=None, gt=0, le=1024)

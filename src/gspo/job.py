@@ -29,7 +29,7 @@ from gspo.learner import Learner, Objective
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
 from gspo.rollout import rollout
-from gspo.stats import UpdateStats
+from gspo.stats import Parity, UpdateStats
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.types import Group
@@ -75,19 +75,23 @@ class Job:
             return groups
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
-        """Annotate and update. Out of memory, it is tried again with smaller micro-batches.
+        """Annotate, then update with every batch, `algorithm.epochs` times over.
 
-        Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
+        Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
         larger ones. Raises RunError if a single answer does not fit.
         """
         batches: list[Batch] | None = None
         done: list[UpdateStats] = []
-        while batches is None or len(done) < len(batches):
+        while batches is None or len(done) < len(batches) * self.run.algorithm.epochs:
             try:
                 if batches is None:
                     batches = self._annotate(groups)
                 else:
-                    done.append(self._update(batches[len(done)]))
+                    again, i = divmod(len(done), len(batches))
+                    stats = self._update(batches[i])
+                    done.append(
+                        replace(stats, parity=Parity()) if again else stats
+                    )  # it was measured in the first pass
             except OutOfMemoryError as error:
                 self._halve(groups, str(error))
                 # Until the first update the old pass can be done again, in the pieces of the training pass.
@@ -106,7 +110,7 @@ class Job:
     def _annotate(self, groups: Sequence[Group]) -> list[Batch]:
         with self._timed("old"):
             batches = self._batches(groups)
-            self._skipped = batches.skipped
+            self._skipped = batches.skipped * self.run.algorithm.epochs
             return self.learner.annotate(batches)
 
     def _update(self, batch: Batch) -> UpdateStats:

@@ -90,6 +90,8 @@ class Algorithm(BaseModel):
 
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rollouts of one step: the same updates again, in the same order, against the same old policy."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -309,7 +311,7 @@ def advice(row: Algorithm) -> list[str]:
     """What is legal but unwise in this row, each in a sentence to be said once at the start of a run."""
     said = []
     sequence = row.ratio in ("sequence", "sequence_token")
-    if row.updates_per_step == 1 and row.gate != "none" and row.anchor == "old":
+    if row.updates_per_step == row.epochs == 1 and row.gate != "none" and row.anchor == "old":
         said.append(
             "updates_per_step=1: each answer is used once, by the weights that wrote it, so every importance ratio is exactly 1, "
             "clipping is inactive, and GSPO equals GRPO."
