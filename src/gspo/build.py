@@ -58,7 +58,12 @@ def build(
     console.say(f"{policy.announcement}; {threads} threads")
     _require_room(policy, inputs, run)
     learner = _learner(run, policy)
-    engine = LocalEngine(policy, run.sampling, run.seed)
+    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
+    if engine.copied_bytes:
+        console.say(
+            f"engine.weights={run.engine.weights}: answers and evaluations come from a rounded copy of the weights, "
+            f"{engine.copied_bytes / 1e6:.1f} MB more; parity/* is how far its log-probabilities are from the trainer's"
+        )
     console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
     progress = (
         _start(run, folder, _about(policy, engine, threads, inputs))
@@ -213,7 +218,7 @@ def evaluate_model(run: Run) -> Iterator[str]:
     policy = load_policy(run.model)
     yield policy.announcement
     cast(policy.model, policy.compute_dtype)
-    engine = LocalEngine(policy, run.sampling, run.seed)
+    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:

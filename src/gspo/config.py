@@ -134,6 +134,14 @@ class Sampling(Section):
     """Answers decoded at once; the next waits for a free row."""
 
 
+class Engine(Section):
+    """What answers the prompts: it samples inside the trainer's process."""
+
+    shorthand = "weights"
+    weights: Literal["same", "bf16", "fp8", "fp8_cast", "int8", "int6"] = "same"
+    """Precision of the weights that answer, in training and evaluation; others than `same` are a rounded copy, and the trained ones stay as they are. fp8: e4m3 with a scale a row; fp8_cast: e4m3 of each entry, no scale; int8, int6: a scale a row."""
+
+
 class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
@@ -207,6 +215,7 @@ class Run(Section):
     data: Data = Data()
     reward: RewardRule = RewardRule()
     sampling: Sampling = Sampling()
+    engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
