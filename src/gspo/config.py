@@ -208,6 +208,8 @@ class Run(Section):
     """Prompts drawn for a step."""
     group_size: int = Field(default=8, gt=0)
     """Answers to each prompt."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps by which the weights that are trained are ahead of those that wrote the answers: each step trains on answers sampled so many steps before, the first max_staleness + 1 steps on answers of the starting weights."""
     max_tokens_per_microbatch: int = Field(default=1024, gt=0)
     """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()

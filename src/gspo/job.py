@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ class Job:
     store: Store
     console: Console
     progress: Progress
+    ahead: deque[list[Group]] = field(default_factory=deque)
+    """Groups sampled for the steps to come, the next one first."""
     stopped_by: signal.Signals | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
     _skipped: int = 0
@@ -66,13 +69,20 @@ class Job:
             yield step
 
     def rollout(self) -> list[Group]:
-        """Draw prompts, sample their answers, judge them."""
+        """The groups of the step at hand, after sampling those of the step `max_staleness` ahead of it, if there is one."""
         with self._timed("rollout"):
-            draws = self.sampler.take(self.run.prompts_per_step)
-            requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-            groups = rollout(self.engine, requests, self.inputs.reward)
+            done = self.progress.step
+            last = min(done + 1 + self.run.max_staleness, self.run.steps)
+            while done + len(self.ahead) < last:
+                self.ahead.append(self._sample())
             give_pages_back()
-            return groups
+            return self.ahead.popleft()
+
+    def _sample(self) -> list[Group]:
+        """Draw prompts, sample their answers, judge them."""
+        draws = self.sampler.take(self.run.prompts_per_step)
+        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+        return rollout(self.engine, requests, self.inputs.reward)
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate, then update with every batch, `algorithm.epochs` times over.
@@ -163,7 +173,12 @@ class Job:
         last = metrics.get("eval/reward")
         last = last if last is not None and math.isfinite(last) else self.progress.last_reward
         self.progress = replace(
-            self.progress, step=step, updates=self.learner.updates, position=self.sampler.position, last_reward=last
+            self.progress,
+            step=step,
+            updates=self.learner.updates,
+            position=self.sampler.position,
+            last_reward=last,
+            ahead=len(self.ahead),
         )
         return metrics
 
@@ -190,6 +205,7 @@ class Job:
             tokenizer=self.policy.tokenizer,
             weights=self.learner.master_weights(),
             moments=self.learner.moments(),
+            ahead=self.ahead,
         )
         self._saved = self.progress.step
         self.store.settle(self.progress)

@@ -72,7 +72,7 @@ class Algorithm(BaseModel):
     """Where the KL term stands: a term of the loss, or taken off each answer's reward before the baseline."""
 
     anchor: Literal["old", "rollout"] = "old"
-    """Denominator of the ratio: the policy before the step as the trainer computes it, or as the engine sampled it."""
+    """Denominator of the ratio: old, the policy before the step as the trainer computes it; or rollout, the policy that wrote the answer as the engine computed it. With max_staleness these are different weights."""
     correction: Literal[
         "none",
         "token_truncate",
@@ -313,7 +313,7 @@ def advice(row: Algorithm) -> list[str]:
     sequence = row.ratio in ("sequence", "sequence_token")
     if row.updates_per_step == row.epochs == 1 and row.gate != "none" and row.anchor == "old":
         said.append(
-            "updates_per_step=1: each answer is used once, by the weights that wrote it, so every importance ratio is exactly 1, "
+            "updates_per_step=1: each answer is used once, before the weights change, so every importance ratio is exactly 1, "
             "clipping is inactive, and GSPO equals GRPO."
         )
     if sequence and row.gate == "clip" and max(row.clip_low or 0, row.clip_high or 0) >= 0.1:
