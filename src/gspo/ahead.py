@@ -49,32 +49,35 @@ def read_ahead(checkpoint: Path, prompts: Sequence[Prompt], steps: int) -> list[
 
 
 def _packed_group(group: Group) -> dict[str, Any]:
-    return {"row": group.prompt.row, "ordinal": group.ordinal, "rollouts": [_packed(r) for r in group.rollouts]}
+    rollouts = [_packed(r) for r in group.rollouts]
+    return {**_fields(group, "prompt", "rollouts"), "row": group.prompt.row, "rollouts": rollouts}
 
 
 def _packed(r: Rollout) -> dict[str, Any]:
-    segments = [{f.name: _plain(getattr(s, f.name)) for f in fields(s)} for s in r.segments]
-    return {
-        "index": r.index,
-        "segments": segments,
-        "text": r.text,
-        "stop": r.stop,
-        "versions": r.versions,
-        "reward": None if r.reward is None else asdict(r.reward),
-    }
+    reward = None if r.reward is None else asdict(r.reward)
+    return {**_fields(r, "segments", "reward"), "segments": [_fields(s) for s in r.segments], "reward": reward}
+
+
+def _fields(noun: Group | Rollout | Segment, *but: str) -> dict[str, Any]:
+    """Every other field by its name, so that none is forgotten here when it is new there."""
+    return {f.name: _plain(getattr(noun, f.name)) for f in fields(noun) if f.name not in but}
 
 
 def _group(plain: dict[str, Any], of_row: dict[int, Prompt]) -> Group:
-    return Group(of_row[plain["row"]], plain["ordinal"], tuple(_rollout(r) for r in plain["rollouts"]))
+    rollouts = tuple(_rollout(r) for r in plain.pop("rollouts"))
+    return Group(prompt=of_row[plain.pop("row")], rollouts=rollouts, **_read(plain))
 
 
 def _rollout(plain: dict[str, Any]) -> Rollout:
-    segments = tuple(Segment(**{name: _array(value) for name, value in s.items()}) for s in plain["segments"])
-    first, last = plain["versions"]
-    reward = plain["reward"] and Reward(
-        **{**plain["reward"], "status": {name: Status(word) for name, word in plain["reward"]["status"].items()}}
-    )
-    return Rollout(plain["index"], segments, plain["text"], Stop(plain["stop"]), (first, last), reward)
+    segments = tuple(Segment(**_read(s)) for s in plain.pop("segments"))
+    stop, (first, last), reward = Stop(plain.pop("stop")), plain.pop("versions"), plain.pop("reward")
+    if reward is not None:
+        reward = Reward(**{**reward, "status": {name: Status(word) for name, word in reward["status"].items()}})
+    return Rollout(segments=segments, stop=stop, versions=(first, last), reward=reward, **_read(plain))
+
+
+def _read(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: _array(value) for name, value in plain.items()}
 
 
 def _plain(value: Any) -> Any:
