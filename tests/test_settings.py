@@ -72,7 +72,7 @@ def test_unknown_keys_are_refused_with_the_nearest_name(recipe, text, word, key,
 
 
 def test_a_key_that_is_like_no_other_gets_the_list_of_its_section():
-    assert "num-epochs: no such key in the top level, which has dir, steps, seed" in refusal(None, ["num-epochs=3"])
+    assert "wombat: no such key in the top level, which has dir, steps, seed" in refusal(None, ["wombat=3"])
 
 
 def test_every_fault_is_told_at_once(recipe):

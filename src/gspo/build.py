@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 from gspo import __version__, presets, settings, store
+from gspo.ahead import read_ahead
 from gspo.config import Model, Run
 from gspo.console import Console, plan
 from gspo.engines.local import LocalEngine
@@ -48,9 +50,9 @@ def build(
             f"{resume}: the prompts are not those that the run was started with: put the data back as it was, "
             "or start a new run"
         )
+    ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console.say(plan(run))
-    notes = (*presets.advice(run.algorithm), *_sampling_advice(run), *_evaluation_advice(run, inputs), *inputs.notes)
-    for note in notes:
+    for note in (*_advice(run, inputs), *inputs.notes):
         console.say(f"note: {note}")
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
     threads = set_threads(run.threads if saved is None else saved.about["threads"])
@@ -58,8 +60,7 @@ def build(
     console.say(f"{policy.announcement}; {threads} threads")
     _require_room(policy, inputs, run)
     learner = _learner(run, policy)
-    engine = LocalEngine(policy, run.sampling, run.seed)
-    console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
+    engine = _engine(run, policy, console)
     progress = (
         _start(run, folder, _about(policy, engine, threads, inputs))
         if saved is None
@@ -81,6 +82,7 @@ def build(
         store=checkpoints,
         console=console,
         progress=progress,
+        ahead=deque(ahead),
     )
 
 
@@ -96,12 +98,18 @@ def _go_on(run: Run, learner: Learner, saved: store.Saved, console: Console) -> 
     console.say(
         f"resumed from {saved.checkpoint}: weights, optimizer ({progress.updates} updates), "
         f"position {progress.position} in the data"
+        + (f", answers for {progress.ahead} steps ahead" if progress.ahead else "")
     )
     before = store.change_steps(saved.checkpoint.parents[1], run.steps)
     if before != run.steps and run.optimizer.schedule != "constant":
         console.say(
             f"note: the {run.optimizer.schedule} schedule now ends at step {run.steps} instead of {before}, "
             "so the learning rate does not follow its old course"
+        )
+    if before < run.steps and run.max_staleness:
+        console.say(
+            f"note: answers had been sampled ahead for {before} steps at most, so those of the next ones are fresher than "
+            f"max_staleness={run.max_staleness} allows, and the run is not that of {run.steps} steps from the start"
         )
     return progress
 
@@ -140,10 +148,52 @@ def _learner(run: Run, policy: Policy) -> Learner:
         settings=run.optimizer,
         temperature=run.sampling.temperature,
         max_new_tokens=run.sampling.max_new_tokens,
-        total_updates=run.steps * run.algorithm.updates_per_step,
+        total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
     )
+
+
+def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:
+    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
+    if engine.copied_bytes:
+        console.say(
+            f"engine.weights={run.engine.weights}: answers and evaluations come from a rounded copy of the weights, "
+            f"{engine.copied_bytes / 1e6:.1f} MB more; parity/* is how far its log-probabilities are from the trainer's"
+        )
+    console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
+    return engine
+
+
+def _advice(run: Run, inputs: Inputs) -> list[str]:
+    """What is legal but worth knowing, each in a sentence to be said once at the start."""
+    return [
+        *presets.advice(run.algorithm),
+        *_sampling_advice(run),
+        *_staleness_advice(run),
+        *_evaluation_advice(run, inputs),
+    ]
+
+
+def _staleness_advice(run: Run) -> list[str]:
+    """Which policy the ratio is taken to when that which wrote the answers is an older one."""
+    lag, row = run.max_staleness, run.algorithm
+    if not lag:
+        return []
+    said = f"max_staleness={lag}: a step trains on answers written by the weights of {lag} steps before, the first {lag + 1} steps on those of the start. "
+    if row.anchor == "rollout":
+        return [
+            said
+            + "anchor=rollout: the ratio is to the policy that wrote the answers, so the clip band bounds the lag as well as the step."
+        ]
+    weighed = (
+        f"correction={row.correction} weighs the lag"
+        if row.correction != "none"
+        else "the weight of the gate has the lag in it"
+        if row.gate == "minirl"
+        else "nothing weighs the lag; algorithm.correction does, or algorithm.anchor=rollout takes it into the ratio"
+    )
+    return [said + f"anchor=old: the ratio is to the policy before the step, recomputed by the trainer, and {weighed}."]
 
 
 def _sampling_advice(run: Run) -> list[str]:
@@ -213,7 +263,7 @@ def evaluate_model(run: Run) -> Iterator[str]:
     policy = load_policy(run.model)
     yield policy.announcement
     cast(policy.model, policy.compute_dtype)
-    engine = LocalEngine(policy, run.sampling, run.seed)
+    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:

@@ -134,6 +134,14 @@ class Sampling(Section):
     """Answers decoded at once; the next waits for a free row."""
 
 
+class Engine(Section):
+    """What answers the prompts: it samples inside the trainer's process."""
+
+    shorthand = "weights"
+    weights: Literal["same", "bf16", "fp8", "fp8_cast", "int8", "int6"] = "same"
+    """Precision of the weights that answer, in training and evaluation; others than `same` are a rounded copy, and the trained ones stay as they are. fp8: e4m3 with a scale a row; fp8_cast: e4m3 of each entry, no scale; int8, int6: a scale a row."""
+
+
 class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
@@ -191,7 +199,7 @@ class Run(Section):
     dir: str | None = Field(default=None, min_length=1)
     """Folder of the run; null: runs/<recipe name>."""
     steps: int = Field(default=100, gt=0)
-    """Steps: rollouts, then `algorithm.updates_per_step` updates."""
+    """Steps: rollouts, then `algorithm.updates_per_step` updates, `algorithm.epochs` times over."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the order of prompts and of every random number of sampling."""
     threads: int | None = Field(default=None, gt=0, le=1024)
@@ -200,6 +208,8 @@ class Run(Section):
     """Prompts drawn for a step."""
     group_size: int = Field(default=8, gt=0)
     """Answers to each prompt."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps by which the weights that are trained are ahead of those that wrote the answers: each step trains on answers sampled so many steps before, the first max_staleness + 1 steps on answers of the starting weights."""
     max_tokens_per_microbatch: int = Field(default=1024, gt=0)
     """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
@@ -207,6 +217,7 @@ class Run(Section):
     data: Data = Data()
     reward: RewardRule = RewardRule()
     sampling: Sampling = Sampling()
+    engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

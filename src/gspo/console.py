@@ -18,13 +18,15 @@ _WIDTH = 24
 
 def plan(run: Run) -> str:
     """The batch arithmetic of a run in one sentence."""
-    prompts, answers, updates = run.prompts_per_step, run.group_size, run.algorithm.updates_per_step
+    prompts, answers = run.prompts_per_step, run.group_size
+    updates, epochs = run.algorithm.updates_per_step, run.algorithm.epochs
     base, more = divmod(prompts, updates)
     sizes = " and ".join(str(n * answers) for n in dict.fromkeys([base + 1 if more else base, base]))
+    again = f", {epochs} times over" if epochs > 1 else ""
     return (
         f"{prompts} prompts x {answers} answers = {prompts * answers} rollouts a step; "
-        f"{updates} update{'s' * (updates > 1)} of {sizes} answers, by whole groups; micro-batches of up to "
-        f"{run.max_tokens_per_microbatch} tokens; {run.steps} steps, {run.steps * updates} updates in all"
+        f"{updates} update{'s' * (updates > 1)} of {sizes} answers, by whole groups{again}; micro-batches of up to "
+        f"{run.max_tokens_per_microbatch} tokens; {run.steps} steps, {run.steps * updates * epochs} updates in all"
     )
 
 

@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from gspo.learner import Learner, Objective
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
 from gspo.rollout import rollout
-from gspo.stats import UpdateStats
+from gspo.stats import Parity, UpdateStats
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.types import Group
@@ -51,6 +52,8 @@ class Job:
     store: Store
     console: Console
     progress: Progress
+    ahead: deque[list[Group]] = field(default_factory=deque)
+    """Groups sampled for the steps to come, the next one first."""
     stopped_by: signal.Signals | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
     _skipped: int = 0
@@ -66,28 +69,39 @@ class Job:
             yield step
 
     def rollout(self) -> list[Group]:
-        """Draw prompts, sample their answers, judge them."""
+        """The groups of the step at hand, after sampling those of the step `max_staleness` ahead of it, if there is one."""
         with self._timed("rollout"):
-            draws = self.sampler.take(self.run.prompts_per_step)
-            requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-            groups = rollout(self.engine, requests, self.inputs.reward)
+            done = self.progress.step
+            last = min(done + 1 + self.run.max_staleness, self.run.steps)
+            while done + len(self.ahead) < last:
+                self.ahead.append(self._sample())
             give_pages_back()
-            return groups
+            return self.ahead.popleft()
+
+    def _sample(self) -> list[Group]:
+        """Draw prompts, sample their answers, judge them."""
+        draws = self.sampler.take(self.run.prompts_per_step)
+        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+        return rollout(self.engine, requests, self.inputs.reward)
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
-        """Annotate and update. Out of memory, it is tried again with smaller micro-batches.
+        """Annotate, then update with every batch, `algorithm.epochs` times over.
 
-        Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
+        Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
         larger ones. Raises RunError if a single answer does not fit.
         """
         batches: list[Batch] | None = None
         done: list[UpdateStats] = []
-        while batches is None or len(done) < len(batches):
+        while batches is None or len(done) < len(batches) * self.run.algorithm.epochs:
             try:
                 if batches is None:
                     batches = self._annotate(groups)
                 else:
-                    done.append(self._update(batches[len(done)]))
+                    again, i = divmod(len(done), len(batches))
+                    stats = self._update(batches[i])
+                    done.append(
+                        replace(stats, parity=Parity()) if again else stats
+                    )  # it was measured in the first pass
             except OutOfMemoryError as error:
                 self._halve(groups, str(error))
                 # Until the first update the old pass can be done again, in the pieces of the training pass.
@@ -106,7 +120,7 @@ class Job:
     def _annotate(self, groups: Sequence[Group]) -> list[Batch]:
         with self._timed("old"):
             batches = self._batches(groups)
-            self._skipped = batches.skipped
+            self._skipped = batches.skipped * self.run.algorithm.epochs
             return self.learner.annotate(batches)
 
     def _update(self, batch: Batch) -> UpdateStats:
@@ -159,7 +173,12 @@ class Job:
         last = metrics.get("eval/reward")
         last = last if last is not None and math.isfinite(last) else self.progress.last_reward
         self.progress = replace(
-            self.progress, step=step, updates=self.learner.updates, position=self.sampler.position, last_reward=last
+            self.progress,
+            step=step,
+            updates=self.learner.updates,
+            position=self.sampler.position,
+            last_reward=last,
+            ahead=len(self.ahead),
         )
         return metrics
 
@@ -186,6 +205,7 @@ class Job:
             tokenizer=self.policy.tokenizer,
             weights=self.learner.master_weights(),
             moments=self.learner.moments(),
+            ahead=self.ahead,
         )
         self._saved = self.progress.step
         self.store.settle(self.progress)

@@ -136,7 +136,10 @@ def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
     metrics |= _rollout_metrics([r for group in outcome.groups for r in group.rollouts])
     metrics |= _update_metrics(outcome)
     metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), row)
-    metrics |= _parity_metrics(sum((u.parity for u in outcome.updates), Parity()))
+    metrics |= _staleness_metrics(outcome)
+    # Parity compares engine and trainer at the same weights: the trainer no longer has those of a stale answer.
+    fresh = metrics["staleness/max"] == 0
+    metrics |= _parity_metrics(sum((u.parity for u in outcome.updates if fresh), Parity()))
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
     tokens = metrics["tokens/sampled"]
@@ -224,6 +227,12 @@ def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
         "kl/mean": tally.kl if tally.kl_tokens else None,
         "correction/dropped": tally.tokens_dropped,
     }
+
+
+def _staleness_metrics(outcome: StepOutcome) -> Metrics:
+    """By how many versions the weights that a step starts from are ahead of those that wrote its answers."""
+    ages = [outcome.step - 1 - r.versions[0] for group in outcome.groups for r in group.rollouts]
+    return {"staleness/mean": fmean(ages), "staleness/max": max(ages)}
 
 
 def _parity_metrics(parity: Parity) -> Metrics:

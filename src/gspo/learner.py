@@ -119,7 +119,7 @@ class Learner:
         """Old and reference log-probabilities, then advantages and weights.
 
         The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
-        exactly 1 in any precision; the first update needs none, being itself a forward of the old policy.
+        exactly 1 in any precision; the first update needs none if it is made once, being itself a forward of the old policy.
         """
         moved = [batch.to(self._device, self._maths) for batch in batches]
         return self._weigh(_within_memory(lambda: [self._with_logprobs(i, batch) for i, batch in enumerate(moved)]))
@@ -138,7 +138,7 @@ class Learner:
     def _needs_old(self, update: int) -> bool:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
-        return update > 0 and reads_old
+        return (update > 0 or row.epochs > 1) and reads_old
 
     def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():

@@ -72,7 +72,7 @@ class Algorithm(BaseModel):
     """Where the KL term stands: a term of the loss, or taken off each answer's reward before the baseline."""
 
     anchor: Literal["old", "rollout"] = "old"
-    """Denominator of the ratio: the policy before the step as the trainer computes it, or as the engine sampled it."""
+    """Denominator of the ratio: old, the policy before the step as the trainer computes it; or rollout, the policy that wrote the answer as the engine computed it. With max_staleness these are different weights."""
     correction: Literal[
         "none",
         "token_truncate",
@@ -90,6 +90,8 @@ class Algorithm(BaseModel):
 
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rollouts of one step: the same updates again, in the same order, against the same old policy."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -309,9 +311,9 @@ def advice(row: Algorithm) -> list[str]:
     """What is legal but unwise in this row, each in a sentence to be said once at the start of a run."""
     said = []
     sequence = row.ratio in ("sequence", "sequence_token")
-    if row.updates_per_step == 1 and row.gate != "none" and row.anchor == "old":
+    if row.updates_per_step == row.epochs == 1 and row.gate != "none" and row.anchor == "old":
         said.append(
-            "updates_per_step=1: each answer is used once, by the weights that wrote it, so every importance ratio is exactly 1, "
+            "updates_per_step=1: each answer is used once, before the weights change, so every importance ratio is exactly 1, "
             "clipping is inactive, and GSPO equals GRPO."
         )
     if sequence and row.gate == "clip" and max(row.clip_low or 0, row.clip_high or 0) >= 0.1:

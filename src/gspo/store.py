@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo import __version__, config, settings
+from gspo.ahead import write_ahead
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
+from gspo.types import Group
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
@@ -45,6 +48,8 @@ class Progress:
     """Latest evaluation reward."""
     max_tokens_per_microbatch: int | None = None
     """Token budget that memory has left of the configured one; None: all of it."""
+    ahead: int = 0
+    """Steps whose answers have been sampled already."""
 
 
 class Store:
@@ -59,9 +64,16 @@ class Store:
             shutil.rmtree(draft)
 
     def save(
-        self, progress: Progress, *, model: Any, tokenizer: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]
+        self,
+        progress: Progress,
+        *,
+        model: Any,
+        tokenizer: Any,
+        weights: dict[str, Tensor],
+        moments: dict[str, Tensor],
+        ahead: Sequence[Sequence[Group]] = (),
     ) -> Path:
-        """Write checkpoints/<step>: weights as transformers loads them, moments, progress.
+        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and groups sampled ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -75,6 +87,8 @@ class Store:
             _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
+            if ahead:
+                write_ahead(draft, ahead)
             (draft / "state.json").write_text(
                 json.dumps({"format": FORMAT, **asdict(progress)}, indent=1, allow_nan=False)
             )

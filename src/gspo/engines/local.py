@@ -1,4 +1,4 @@
-"""The engine inside the trainer's process: it samples from the trainer's own model object.
+"""The engine inside the trainer's process: it samples from the trainer's own model object, or from a rounded copy of it.
 
 In: `Request`s. Out: `Group`s. Rows are refilled as answers end (continuous batching); a prompt is computed, and its
 keys and values are kept, once for all answers of its group.
@@ -8,9 +8,10 @@ Letters: B rows in flight, M `max_new_tokens`, T tokens of a packed row, G promp
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from gspo.config import Sampling
 from gspo.engines.engine import Request
+from gspo.engines.rounding import rounded
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import InputError, RunError
@@ -49,11 +51,17 @@ class _Open:
 
 
 class LocalEngine:
-    """Samples on `policy.model`, so that new weights need no transfer. One thread may use it."""
+    """Samples on `policy.model`, so that new weights need no transfer. One thread may use it.
 
-    def __init__(self, policy: Policy, sampling: Sampling, seed: int) -> None:
+    With `weights` other than `same` (see `rounding.rounded`) it samples on a copy of the model, as large as the original.
+    """
+
+    def __init__(self, policy: Policy, sampling: Sampling, seed: int, weights: str = "same") -> None:
         self.version = 0
-        self._policy, self._sampling, self._seed = policy, sampling, seed
+        self._policy, self._sampling, self._seed, self._weights = policy, sampling, seed, weights
+        if weights != "same":
+            self._policy = replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
+            self._copy(policy.model.named_parameters())
         self._stop_ids = np.array(policy.stop_ids, dtype=np.int64)
         self._positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
         self._waiting: deque[tuple[_Open, int]] = deque()
@@ -66,17 +74,37 @@ class LocalEngine:
             "top_k": self._sampling.top_k,
             "max_new_tokens": self._sampling.max_new_tokens,
             "max_rows": self._sampling.max_rows,
+            "weights": self._weights,
             "stop_ids": list(self._policy.stop_ids),
         }
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take the new version number; `weights` is not read: the model samples with what the learner has put into it."""
+        """Take the new version number, and a rounded copy of `weights` if it has a copy of its own.
+
+        Else `weights` is not read: the model samples with what the learner has put into it.
+        """
         if self._flight.answers:
             raise RunError(
                 f"weights version {version} arrived while {len(self._flight.answers)} answers were being written: collect them first"
             )
+        if self._weights != "same":
+            self._copy(weights)
         self.version = version
         self._flight = _Flight(self._sampling.max_new_tokens)  # nothing made from the old weights stays
+
+    @torch.no_grad()
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Round `weights` into the model of its own. Raises RunError if one is missing, as it would stay the old one."""
+        own = dict(self._policy.model.named_parameters())
+        for name, w in weights:
+            own.pop(name).copy_(rounded(w, self._weights))
+        if own:
+            raise RunError(f"new weights for the engine lack {len(own)} tensors, {next(iter(own))} among them")
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of the weights that it holds beside the trainer's."""
+        return 0 if self._weights == "same" else sum(p.nbytes for p in self._policy.model.parameters())
 
     def submit(self, request: Request) -> None:
         length = len(request.prompt.token_ids) + self._sampling.max_new_tokens
