@@ -27,6 +27,7 @@ from gspo.journal import Journal
 from gspo.learner import Learner, cast, policy_objective
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
+from gspo.models.routing import routers_of, unknown_router
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 
@@ -57,8 +58,9 @@ def build(
     policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
     console.say(f"{policy.announcement}; {threads} threads")
     _require_room(policy, inputs, run)
+    _require_routers(policy, run)
     learner = _learner(run, policy)
-    engine = LocalEngine(policy, run.sampling, run.seed)
+    engine = LocalEngine(policy, run.sampling, run.seed, record_routes=True)
     console.say("sampling: " + ", ".join(f"{k}={v}" for k, v in engine.describe().items()))
     progress = (
         _start(run, folder, _about(policy, engine, threads, inputs))
@@ -126,6 +128,26 @@ def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
         raise InputError(
             f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the model's {positions} positions: "
             "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
+        )
+
+
+def _require_routers(policy: Policy, run: Run) -> None:
+    """Raise InputError if experts are to be replayed that cannot be, or where there are none.
+
+    A row that replays by default says nothing of a dense model; one that was set to replay does.
+    """
+    row, unknown = run.algorithm, unknown_router(policy.model)
+    if row.routing == "off" or routers_of(policy.model) is not None:
+        return
+    if unknown is not None:
+        raise InputError(
+            f"algorithm.routing={row.routing}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
+            "by no top-k router that can be replayed: set algorithm.routing=off"
+        )
+    default = presets.PRESETS.get(row.name)
+    if default is None or default.routing != row.routing:
+        raise InputError(
+            f"algorithm.routing={row.routing} has no effect with model={run.model.name}, which has no experts: leave it out"
         )
 
 
