@@ -103,10 +103,9 @@ class Batch:
             old_routes_TLK=None if self.old_routes_TLK is None else self._at_home(self.old_routes_TLK)[other.home_T],
         )
 
-    @property
-    def share_T(self) -> Tensor:
-        """1 over the number of copies of each token: a prompt's, where its answers are in several micro-batches."""
-        return 1 / torch.bincount(self.home_T)[self.home_T]
+    def copies(self) -> Tensor:
+        """[T] how often each token stands in the batch: more than once in a prompt whose answers are in several micro-batches."""
+        return torch.bincount(self.home_T)[self.home_T]
 
     def _at_home(self, x_T: Tensor) -> Tensor:
         """Rows in the order of `home_T`; of the copies of a prompt, which differ by rounding at most, any one."""

@@ -243,9 +243,9 @@ def _routing_metrics(routes: RouteChanges, row: Algorithm) -> Metrics:
     return {
         "routing": row.routing,
         "routing/changed_rollout_old": routes.rollout_old.share,
-        "routing/changed_rollout_old_layers": routes.rollout_old.share_L,
+        "routing/changed_rollout_old_layers": routes.rollout_old.by_layer,
         "routing/changed_old_new": routes.old_new.share,
-        "routing/changed_old_new_layers": routes.old_new.share_L,
+        "routing/changed_old_new_layers": routes.old_new.by_layer,
         "routing/replay_hits": None if missed is None else 1 - missed,
         "routing/replayed_tokens": round(routes.replayed.tokens),
     }

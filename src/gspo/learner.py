@@ -144,7 +144,7 @@ class Learner:
         routings = [routing_of(self._routers, self.row, batch, micro) for micro in batch.plan]
         pairs = zip(batch.plan, routings, strict=True)
         logprob_N = torch.cat([self._forward(self.model, batch, micro, routing)[0] for micro, routing in pairs])
-        routes = [routing.own_TLK for routing in routings if routing is not None]
+        routes = [routing.chosen() for routing in routings if routing is not None]
         return replace(batch, old_logprob_N=logprob_N, old_routes_TLK=torch.cat(routes) if routes else None)
 
     def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:

@@ -56,7 +56,7 @@ def compared(routing: Routing, batch: Batch, micro: Microbatch, *, at_rollout_we
     `at_rollout_weights`: this forward has the weights that the answers were sampled with. A prompt that stands in several
     micro-batches counts once.
     """
-    own_TLK, weight_T = routing.own_TLK, batch.share_T[micro.token]
+    own_TLK, weight_T = routing.chosen(), batch.copies()[micro.token].reciprocal()
 
     def beside(other_TLK: Tensor | None, mine_TLK: Tensor | None) -> Changes:
         if other_TLK is None or mine_TLK is None:

@@ -49,7 +49,7 @@ class Changes:
         return Changes(changed, self.tokens + other.tokens)
 
     @property
-    def share_L(self) -> list[float] | None:
+    def by_layer(self) -> list[float] | None:
         """Share of the tokens in each layer; None if nothing was compared."""
         return [changed / self.tokens for changed in self.changed_L] if self.tokens else None
 

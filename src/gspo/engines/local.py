@@ -189,7 +189,7 @@ class LocalEngine:
             logits_NV = next_logits(
                 model, tokens_T=tokens, position_T=position, layout=routed, source_N=source, factor_VD=flight.factor_VD
             )
-        return logits_NV, None if routing is None else routing.own
+        return logits_NV, None if routing is None else routing.chosen().cpu().numpy()
 
     def _draws(self, opened: _Open, index: int) -> np.ndarray:
         r = opened.request

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -74,21 +73,14 @@ class Routing:
             )
         return self.given_TLK[:, layer].long()
 
-    @property
-    def own_TLK(self) -> Tensor:
-        """What the routers chose, or with given routes would have chosen, in the smallest type that holds it."""
+    def chosen(self) -> Tensor:
+        """[T, L, K] what the routers chose, or with given routes would have chosen, in the smallest type that holds it."""
         if len(self._own) != self.routers.layers:
             raise RunError(
                 f"{len(self._own)} of {self.routers.layers} layers with experts said which they chose: this model computes them in "
                 "another way than its parts show; set algorithm.routing=off"
             )
         return torch.stack([self._own[layer] for layer in range(self.routers.layers)], 1)
-
-    @property
-    def own(self) -> np.ndarray:
-        """`own_TLK` in numpy."""
-        array: np.ndarray = self.own_TLK.cpu().numpy()
-        return array
 
 
 @dataclass(frozen=True)
@@ -111,12 +103,12 @@ def install_routing(model: Any) -> None:
     """Make the routers of `model` heed `Routed` layouts. A dense model, or one with other routers, stays as it is."""
     blocks = list(_blocks(model))
     found = [_router(block, model.config.get_text_config().hidden_size) for _, block in blocks]
+    attentions = [_attention(layer) for layer, _ in blocks]
     sizes = {(router.top_k, router.num_experts) for router in found if router is not None}
-    if None in found or len(sizes) != 1:
+    if None in found or None in attentions or len(sizes) != 1:
         return
     ((chosen, experts),) = sizes
-    for i, ((layer, _), router) in enumerate(zip(blocks, found, strict=True)):
-        attention = next(m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx"))
+    for i, (router, attention) in enumerate(zip(found, attentions, strict=True)):
         router.forward = partial(_route, router.forward, attention, i)
     model.gspo_routers = Routers(len(blocks), chosen, experts)
 
@@ -146,51 +138,60 @@ def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
             yield from ((layer, m) for m in layer.modules() if isinstance(getattr(m, "experts", None), nn.Module))
 
 
+def _attention(layer: nn.Module) -> nn.Module | None:
+    return next((m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")), None)
+
+
 def _router(block: nn.Module, width: int) -> Any:
     """The part of `block` that is a top-k router, or None: it is known by what it does to a few made-up tokens."""
     parts = [m for m in block.children() if m is not block.experts]
-    counted = [m for m in parts if hasattr(m, "top_k") and hasattr(m, "num_experts")]
-    working = [m for m in counted if _replays(m, width)]
-    return working[0] if len(counted) == len(working) == 1 else None
+    counted = [m for m in parts if isinstance(getattr(m, "top_k", None), int) and hasattr(m, "num_experts")]
+    return counted[0] if len(counted) == 1 and _replays(block, counted[0], width) else None
 
 
 @torch.no_grad()
-def _replays(router: Any, width: int) -> bool:
-    """Whether it makes (logits, gates, experts) of hidden states, and one `topk` in it chooses the experts."""
-    p = next(iter(router.parameters()), None)
-    if p is None or not all(isinstance(size, int) for size in (router.top_k, router.num_experts)):
-        return False
-    hidden = torch.linspace(-1, 1, 3 * width, dtype=torch.float32).sin().view(3, width).to(p)
+def _replays(block: nn.Module, router: Any, width: int) -> bool:
+    """Whether `block` asks the router for (logits, gates, experts), and one `topk` in that chooses the experts."""
+    p = next(block.parameters())
+    hidden = torch.linspace(-9, 9, 3 * width, dtype=torch.float64).sin().view(1, 3, width).to(p)
+    asked: list[tuple[Any, ...]] = []
+    handle = router.register_forward_pre_hook(lambda _module, inputs: asked.append(inputs))
     routers = Routers(1, router.top_k, router.num_experts)
+
+    def run(experts_TK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        routing = Routing(routers, None if experts_TK is None else experts_TK[:, None])
+        _, gate_TK, used_TK = _chosen(router.forward, asked[0], routing, 0)
+        return gate_TK, used_TK, routing.chosen()[:, 0].long()
+
     try:
-        _, gate_TK, expert_TK = router(hidden)
-        again = Routing(routers, expert_TK[:, None].to(routers.dtype))
-        _, same_TK, _ = _chosen(router.forward, hidden, again, 0)
-        shifted = (expert_TK + 1) % router.num_experts
-        _, other_TK, used_TK = _chosen(router.forward, hidden, Routing(routers, shifted[:, None]), 0)
+        block(hidden)
+        gate_TK, expert_TK, own_TK = run(None)
+        same_TK, _, _ = run(expert_TK.flip(-1))
+        _, used_TK, _ = run((expert_TK + 1) % router.num_experts)
         return (
-            torch.equal(again.own_TLK[:, 0].long(), expert_TK)
-            and torch.equal(same_TK, gate_TK)
-            and torch.equal(used_TK, shifted)
-            and other_TK.shape == gate_TK.shape
+            torch.equal(own_TK, expert_TK)
+            and torch.allclose(same_TK.flip(-1).float(), gate_TK.float(), rtol=1e-2)
+            and torch.equal(used_TK, (expert_TK + 1) % router.num_experts)
         )
-    except (TypeError, ValueError, RuntimeError, RunError):
-        return False
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, RunError):
+        return False  # another kind of block, whatever it stumbled over
+    finally:
+        handle.remove()
 
 
 # ------------------------------------------------------------------------------ inside the forward
 
 
-def _route(forward: Any, attention: nn.Module, layer: int, hidden: Tensor) -> Any:
+def _route(forward: Any, attention: nn.Module, layer: int, *inputs: Any) -> Any:
     """A router's forward. Its routing is that of the attention before it in the same layer, which gets the layout: that
     holds, too, when the layer alone is computed again for the backward pass."""
     routing = attention.__dict__.get("gspo_routing")
-    return forward(hidden) if routing is None else _chosen(forward, hidden, routing, layer)
+    return forward(*inputs) if routing is None else _chosen(forward, inputs, routing, layer)
 
 
-def _chosen(forward: Any, hidden: Tensor, routing: Routing, layer: int) -> Any:
+def _chosen(forward: Any, inputs: tuple[Any, ...], routing: Routing, layer: int) -> Any:
     with _Choice(routing, layer):
-        return forward(hidden)
+        return forward(*inputs)
 
 
 class _Choice(TorchFunctionMode):
