@@ -301,7 +301,9 @@ def test_a_dense_model_has_no_routers() -> None:
 def test_routes_of_another_model_are_refused() -> None:
     routers = Routers(layers=2, chosen=2, experts=4)
     routers.check(torch.zeros(3, 2, 2))
-    with pytest.raises(RunError, match="routes of 3 layers and 2 experts a token .* 2 layers of experts and 2 for each"):
+    with pytest.raises(
+        RunError, match=r"routes of 3 layers and 2 experts a token .* 2 layers of experts and 2 for each"
+    ):
         routers.check(torch.zeros(3, 3, 2))
     with pytest.raises(RunError, match="expert 4 is in the routes, and the model has 4"):
         routers.check(torch.full((1, 2, 2), 4))
