@@ -132,22 +132,28 @@ def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
 
 
 def _require_routers(policy: Policy, run: Run) -> None:
-    """Raise InputError if experts are to be replayed that cannot be, or where there are none.
+    """Raise InputError if experts are to be replayed or balanced that cannot be, or where there are none.
 
     A row that replays by default says nothing of a dense model; one that was set to replay does.
     """
-    row, unknown = run.algorithm, unknown_router(policy.model)
-    if row.routing == "off" or routers_of(policy.model) is not None:
+    row = run.algorithm
+    if routers_of(policy.model) is not None:
         return
-    if unknown is not None:
+    asked = {"load_balance": 0.0, "routing": "off"}
+    unknown = unknown_router(policy.model)
+    if unknown is None and row.name in presets.PRESETS:
+        asked["routing"] = presets.PRESETS[row.name].routing
+    for key, idle in asked.items():
+        value = getattr(row, key)
+        if value in (idle, type(row).model_fields[key].default):
+            continue
+        if unknown is None:
+            raise InputError(
+                f"algorithm.{key}={value} has no effect with model={run.model.name}, which has no experts: leave it out"
+            )
         raise InputError(
-            f"algorithm.routing={row.routing}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
-            "by no top-k router that can be replayed: set algorithm.routing=off"
-        )
-    default = presets.PRESETS.get(row.name)
-    if default is None or default.routing != row.routing:
-        raise InputError(
-            f"algorithm.routing={row.routing} has no effect with model={run.model.name}, which has no experts: leave it out"
+            f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
+            f"by no top-k router that is known here: set algorithm.{key}={idle}"
         )
 
 

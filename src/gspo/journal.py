@@ -137,7 +137,7 @@ def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
     metrics |= _update_metrics(outcome)
     metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), row)
     metrics |= _parity_metrics(sum((u.parity for u in outcome.updates), Parity()))
-    metrics |= _routing_metrics(sum((u.routes for u in outcome.updates), RouteChanges()), row)
+    metrics |= _routing_metrics(outcome.updates, row)
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
     tokens = metrics["tokens/sampled"]
@@ -237,8 +237,9 @@ def _parity_metrics(parity: Parity) -> Metrics:
     }
 
 
-def _routing_metrics(routes: RouteChanges, row: Algorithm) -> Metrics:
+def _routing_metrics(updates: Sequence[UpdateStats], row: Algorithm) -> Metrics:
     """Shares of (token, layer) pairs whose set of experts differs; None for a model without experts."""
+    routes = sum((u.routes for u in updates), RouteChanges())
     missed = routes.replayed.share
     return {
         "routing": row.routing,
@@ -248,6 +249,7 @@ def _routing_metrics(routes: RouteChanges, row: Algorithm) -> Metrics:
         "routing/changed_old_new_layers": routes.old_new.by_layer,
         "routing/replay_hits": None if missed is None else 1 - missed,
         "routing/replayed_tokens": round(routes.replayed.tokens),
+        "routing/imbalance": fmean(u.imbalance for u in updates) if updates and row.load_balance else None,
     }
 
 

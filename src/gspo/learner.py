@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gspo import config
 from gspo.algorithms.losses import PolicyInputs, Tally, policy_loss
+from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
@@ -156,7 +157,8 @@ class Learner:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
         replays_old = row.routing == "old" and self._routers is not None
-        return update > 0 and (reads_old or replays_old)
+        # The loads of the experts have to be known before the first micro-batch.
+        return (update > 0 and (reads_old or replays_old)) or (row.load_balance > 0 and self._routers is not None)
 
     # -------------------------------------------------------------------------- one update
 
@@ -189,11 +191,12 @@ class Learner:
             tally=sums.tally,
             parity=parity,
             routes=sums.routes,
+            imbalance=sums.imbalance,
         )
 
     def _accumulate(self, batch: Batch, objective: Objective) -> _Sums:
         """Forward and backward of every micro-batch; gradients add up in the masters."""
-        sums = _Sums()
+        sums, load_LE = _Sums(), load(self._routers, self.row, batch)
         for micro in batch.plan:
             routing = routing_of(self._routers, self.row, batch, micro)
             logprob_N, entropy_N = self._forward(self.model, batch, micro, routing)
@@ -202,6 +205,10 @@ class Learner:
             if routing is not None:
                 sums.routes += compared(routing, batch, micro, at_rollout_weights=self._at_rollout_weights(batch))
             loss, tally = objective(logprob_N, entropy_N, batch, micro)
+            if routing is not None and load_LE is not None:
+                uneven = imbalance(routing, load_LE, batch, micro).to(loss)
+                loss = loss + self.row.load_balance * uneven
+                sums.imbalance += float(uneven.detach())
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             sums.loss += float(loss.detach())
@@ -343,6 +350,7 @@ class _Sums:
 
     loss: float = 0.0
     entropy: float = 0.0
+    imbalance: float = 0.0
     tally: Tally = field(default_factory=Tally)
     parity: Parity = field(default_factory=Parity)
     routes: RouteChanges = field(default_factory=RouteChanges)

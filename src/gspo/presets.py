@@ -92,6 +92,9 @@ class Algorithm(BaseModel):
     """Experts of a mixture-of-experts model in every pass of the trainer but the reference's. off: its own choice; old:
     that of the policy before the step (Routing Replay, arXiv 2507.18071 section 5.3; R2); rollout: the engine's (R3, arXiv 2510.11370)."""
 
+    load_balance: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture-of-experts model, over every token of an update; 0 is off, whatever the checkpoint says."""
+
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
 

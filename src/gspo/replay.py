@@ -26,11 +26,16 @@ def routing_of(routers: Routers | None, row: Algorithm, batch: Batch, micro: Mic
     """
     if routers is None:
         return None
-    given_TLK = _GIVEN[row.routing](batch)
+    given_TLK = given(row, batch)
     if given_TLK is None:
         return Routing(routers)
     routers.check(given_TLK[micro.token])
     return Routing(routers, given_TLK[micro.token])
+
+
+def given(row: Algorithm, batch: Batch) -> Tensor | None:
+    """[T, L, K] the experts that the passes of an update have to use; None where routers choose for themselves."""
+    return _GIVEN[row.routing](batch)
 
 
 def _rollout(batch: Batch) -> Tensor:

@@ -95,6 +95,8 @@ class UpdateStats:
     tally: Tally
     parity: Parity
     routes: RouteChanges = RouteChanges()
+    imbalance: float = 0.0
+    """The load-balancing loss, without its weight; 0 if that is 0."""
 
 
 @dataclass(frozen=True)

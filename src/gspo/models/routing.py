@@ -60,6 +60,7 @@ class Routing:
     def __init__(self, routers: Routers, given_TLK: Tensor | None = None) -> None:
         self.routers, self.given_TLK = routers, given_TLK
         self._own: dict[int, Tensor] = {}
+        self._logits: dict[int, Tensor] = {}
 
     def choose(self, layer: int, own_TK: Tensor) -> Tensor:
         """The experts to use, [T, K] int64. The router's own choice is kept: a layer that is computed again for the
@@ -81,6 +82,13 @@ class Routing:
                 "another way than its parts show; set algorithm.routing=off"
             )
         return torch.stack([self._own[layer] for layer in range(self.routers.layers)], 1)
+
+    def keep(self, layer: int, logits_TE: Tensor) -> None:
+        self._logits[layer] = logits_TE
+
+    def logits(self) -> list[Tensor]:
+        """[T, E] what each router made its choice from, with its gradient."""
+        return [self._logits[layer] for layer in range(self.routers.layers)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
             yield from ((layer, m) for m in layer.modules() if isinstance(getattr(m, "experts", None), nn.Module))
 
 
-def _attention(layer: nn.Module) -> nn.Module | None:
+def _attention(layer: nn.Module) -> Any:
     return next((m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")), None)
 
 
@@ -182,7 +190,7 @@ def _replays(block: nn.Module, router: Any, width: int) -> bool:
 # ------------------------------------------------------------------------------ inside the forward
 
 
-def _route(forward: Any, attention: nn.Module, layer: int, *inputs: Any) -> Any:
+def _route(forward: Any, attention: Any, layer: int, *inputs: Any) -> Any:
     """A router's forward. Its routing is that of the attention before it in the same layer, which gets the layout: that
     holds, too, when the layer alone is computed again for the backward pass."""
     routing = attention.__dict__.get("gspo_routing")
@@ -191,7 +199,9 @@ def _route(forward: Any, attention: nn.Module, layer: int, *inputs: Any) -> Any:
 
 def _chosen(forward: Any, inputs: tuple[Any, ...], routing: Routing, layer: int) -> Any:
     with _Choice(routing, layer):
-        return forward(*inputs)
+        output = forward(*inputs)
+    routing.keep(layer, output[0])
+    return output
 
 
 class _Choice(TorchFunctionMode):
@@ -212,7 +222,7 @@ class _Choice(TorchFunctionMode):
             return result
         scores, routers = args[0], self._routing.routers
         # Groups of experts are chosen by `topk`, too, from other shapes.
-        if scores.ndim != 2 or (scores.shape[1], result.indices.shape[-1]) != (routers.experts, routers.chosen):
+        if (scores.shape[1:], result.indices.shape[-1]) != ((routers.experts,), routers.chosen):
             return result
         used = self._routing.choose(self._layer, result.indices)
         return result if used is result.indices else torch.return_types.topk((scores.gather(-1, used), used))
