@@ -18,7 +18,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "presets", "config", "settings", "machine", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "cli",
+    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")

@@ -3,7 +3,8 @@
 `train` calls `make_batches` once a step. The denominators of the loss are counted here, over every judged
 rollout of the update, before anything without a gradient is dropped: so dropping is exact.
 
-Letters: T tokens the model sees (packed), N trained tokens, S sequences packed, R judged rollouts of the update.
+Letters: T tokens the model sees (packed), N trained tokens, S sequences packed, R judged rollouts of the update,
+L layers with experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Batch:
 
     tokens_T: Tensor
     position_T: Tensor
+    home_T: Tensor
+    """Number of the token among all of the update: the same under any plan, and for every copy of a prompt."""
     source_N: Tensor
     """Index into T of the hidden state that predicts the token."""
     target_N: Tensor
@@ -66,16 +69,20 @@ class Batch:
     tokens: int
     """N of the loss weights: their policy tokens."""
     plan: tuple[Microbatch, ...]
+    rollout_routes_TLK: Tensor | None
+    """Experts that the engine used, if it recorded them."""
 
     old_logprob_N: Tensor | None = None
     reference_logprob_N: Tensor | None = None
     advantage_R: Tensor | None = None
     advantage_N: Tensor | None = None
     weight_N: Tensor | None = None
+    old_routes_TLK: Tensor | None = None
+    """Experts that the trainer's old policy chose, of a model with experts."""
 
     def to(self, device: torch.device, maths: torch.device) -> Batch:
         """What the model is given goes to its device, the rest to where the loss is computed."""
-        seen = ("tokens_T", "position_T", "source_N", "target_N")
+        seen = ("tokens_T", "position_T", "home_T", "source_N", "target_N", "rollout_routes_TLK", "old_routes_TLK")
         moved: dict[str, Any] = {
             key: value.to(device if key in seen else maths)
             for key, value in vars(self).items()
@@ -89,9 +96,22 @@ class Batch:
             self,
             tokens_T=other.tokens_T,
             position_T=other.position_T,
+            home_T=other.home_T,
             source_N=other.source_N,
             plan=other.plan,
+            rollout_routes_TLK=other.rollout_routes_TLK,
+            old_routes_TLK=None if self.old_routes_TLK is None else self._at_home(self.old_routes_TLK)[other.home_T],
         )
+
+    def copies(self) -> Tensor:
+        """[T] how often each token stands in the batch: more than once in a prompt whose answers are in several micro-batches."""
+        return torch.bincount(self.home_T)[self.home_T]
+
+    def _at_home(self, x_T: Tensor) -> Tensor:
+        """Rows in the order of `home_T`; of the copies of a prompt, which differ by rounding at most, any one."""
+        rows = x_T.new_zeros(int(self.home_T.max()) + 1, *x_T.shape[1:])
+        rows[self.home_T] = x_T
+        return rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +140,7 @@ def make_batches(groups: Sequence[Group], row: Algorithm, max_tokens_per_microba
 
     A group with fewer than two judged rollouts has no baseline and is left out, as is (when the algorithm
     allows it) one whose rewards agree. The order of rollouts and of their tokens does not depend on the token budget.
-    Raises RunError for a rollout whose segments are no tree.
+    Raises RunError for a rollout whose segments are no tree, and for one whose routes do not cover its tokens.
     """
     updates = [_pack(part, row, max_tokens_per_microbatch) for part in _split(groups, row.updates_per_step)]
     full = tuple(batch for batch in updates if batch is not None)
@@ -158,7 +178,10 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     if not any(counted[i] for i in packed):
         return None
     of_group = [list(part) for _, part in groupby(packed, key=lambda i: judged[i][0].ordinal)]
-    trees = [tree(judged[part[0]][0], [judged[i][1] for i in part]) for part in of_group]
+    trees: list[Tree] = []
+    for part in of_group:
+        home = sum(each.tokens for each in trees)
+        trees.append(tree(judged[part[0]][0], [judged[i][1] for i in part], home))
     answers = [answer for each in trees for answer in each.answers]
     parts = list(cut(trees, max_tokens))
     rows = [lay(part) for part in parts]
@@ -167,6 +190,7 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     return Batch(
         tokens_T=_join([row.token_T for row in rows]),
         position_T=_join([row.position_T for row in rows]),
+        home_T=_join([row.home_T for row in rows]),
         source_N=_join([row.source_N + first for row, first in zip(rows, first_T[:-1], strict=True)]),
         target_N=_join([a.target_N for a in answers]),
         sequence_N=torch.repeat_interleave(torch.tensor(length_S)),
@@ -180,11 +204,17 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
         sequences=sum(counted),
         tokens=sum(r.policy_tokens for (_, r), c in zip(judged, counted, strict=True) if c),
         plan=_plan(parts, rows),
+        rollout_routes_TLK=_routes(rows),
     )
 
 
 def _join(parts: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _routes(rows: list[Row]) -> Tensor | None:
+    found = [row.routes_TLK for row in rows if row.routes_TLK is not None]
+    return torch.from_numpy(np.concatenate(found)) if len(found) == len(rows) else None
 
 
 def _plan(parts: list[list[Tree]], rows: list[Row]) -> tuple[Microbatch, ...]:

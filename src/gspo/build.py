@@ -29,6 +29,7 @@ from gspo.journal import Journal
 from gspo.learner import Learner, cast, policy_objective
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
+from gspo.models.routing import routers_of, unknown_router
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 
@@ -59,6 +60,7 @@ def build(
     policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
     console.say(f"{policy.announcement}; {threads} threads")
     _require_room(policy, inputs, run)
+    _require_routers(policy, run)
     learner = _learner(run, policy)
     engine = _engine(run, policy, console)
     progress = (
@@ -137,6 +139,32 @@ def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
         )
 
 
+def _require_routers(policy: Policy, run: Run) -> None:
+    """Raise InputError if experts are to be replayed or balanced that cannot be, or where there are none.
+
+    A row that replays by default says nothing of a dense model; one that was set to replay does.
+    """
+    row = run.algorithm
+    if routers_of(policy.model) is not None:
+        return
+    asked = {"load_balance": 0.0, "routing": "off"}
+    unknown = unknown_router(policy.model)
+    if unknown is None and row.name in presets.PRESETS:
+        asked["routing"] = presets.PRESETS[row.name].routing
+    for key, idle in asked.items():
+        value = getattr(row, key)
+        if value in (idle, type(row).model_fields[key].default):
+            continue
+        if unknown is None:
+            raise InputError(
+                f"algorithm.{key}={value} has no effect with model={run.model.name}, which has no experts: leave it out"
+            )
+        raise InputError(
+            f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
+            f"by no top-k router that is known here: set algorithm.{key}={idle}"
+        )
+
+
 def _learner(run: Run, policy: Policy) -> Learner:
     reference = None
     if run.algorithm.needs_reference:
@@ -155,7 +183,7 @@ def _learner(run: Run, policy: Policy) -> Learner:
 
 
 def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:
-    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
+    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True)
     if engine.copied_bytes:
         console.say(
             f"engine.weights={run.engine.weights}: answers and evaluations come from a rounded copy of the weights, "
@@ -263,7 +291,7 @@ def evaluate_model(run: Run) -> Iterator[str]:
     policy = load_policy(run.model)
     yield policy.announcement
     cast(policy.model, policy.compute_dtype)
-    engine = LocalEngine(policy, run.sampling, run.seed, run.engine.weights)
+    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights)
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:

@@ -21,7 +21,7 @@ from gspo.batch import Batch, has_baseline, has_signal
 from gspo.errors import InputError, RunError
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
-from gspo.stats import Parity, UpdateStats, WeightChange
+from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange
 from gspo.types import Group, Rollout, Status, Stop
 
 FORMAT = 1
@@ -140,6 +140,7 @@ def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
     # Parity compares engine and trainer at the same weights: the trainer no longer has those of a stale answer.
     fresh = metrics["staleness/max"] == 0
     metrics |= _parity_metrics(sum((u.parity for u in outcome.updates if fresh), Parity()))
+    metrics |= _routing_metrics(outcome.updates, row)
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
     tokens = metrics["tokens/sampled"]
@@ -242,6 +243,22 @@ def _parity_metrics(parity: Parity) -> Metrics:
         "parity/max": parity.largest if measured else None,
         "parity/signed": parity.signed / parity.sequences if measured else None,
         "parity/tokens": parity.tokens,
+    }
+
+
+def _routing_metrics(updates: Sequence[UpdateStats], row: Algorithm) -> Metrics:
+    """Shares of (token, layer) pairs whose set of experts differs; None for a model without experts."""
+    routes = sum((u.routes for u in updates), RouteChanges())
+    missed = routes.replayed.share
+    return {
+        "routing": row.routing,
+        "routing/changed_rollout_old": routes.rollout_old.share,
+        "routing/changed_rollout_old_layers": routes.rollout_old.by_layer,
+        "routing/changed_old_new": routes.old_new.share,
+        "routing/changed_old_new_layers": routes.old_new.by_layer,
+        "routing/replay_hits": None if missed is None else 1 - missed,
+        "routing/replayed_tokens": round(routes.replayed.tokens),
+        "routing/imbalance": fmean(u.imbalance for u in updates) if updates and row.load_balance else None,
     }
 
 

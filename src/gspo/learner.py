@@ -3,7 +3,8 @@
 `train` calls `annotate` once a step, `update` once a batch, `change` and `weights` at the end of the step.
 Masters are float32 or better; a working copy in the compute dtype goes forward, backward and into the engine.
 
-Letters: T tokens the model sees (packed), N trained tokens, S sequences packed, R judged rollouts.
+Letters: T tokens the model sees (packed), N trained tokens, S sequences packed, R judged rollouts, L layers with
+experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from gspo import config
-from gspo.algorithms.advantages import advantages, token_weights
-from gspo.algorithms.losses import PolicyInputs, Tally, kl_term, policy_loss
-from gspo.algorithms.segments import segment_sum
+from gspo.algorithms.losses import PolicyInputs, Tally, policy_loss
+from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
+from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
 from gspo.machine import give_pages_back
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
+from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
-from gspo.stats import Parity, UpdateStats, WeightChange, parity_of
+from gspo.replay import compared, routing_of
+from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
 
 T = TypeVar("T")
 
@@ -82,6 +85,8 @@ class Learner:
     _fresh: bool = field(init=False, default=True)
     """True until the first update after the engine was given these weights."""
     _sample: list[Tensor] = field(init=False)
+    _routers: Routers | None = field(init=False)
+    """None for a model without experts: nothing is recorded or replayed then."""
 
     def __post_init__(self) -> None:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -99,6 +104,7 @@ class Learner:
             fused=True,
         )
         self._sample = self._sampled_masters()
+        self._routers = routers_of(self.model)
         self._device = next(iter(trainable.values())).device
         # Losses of N numbers are summed in float64, which Apple's GPUs do not have.
         self._maths = torch.device("cpu") if self._device.type == "mps" else self._device
@@ -116,19 +122,31 @@ class Learner:
     # -------------------------------------------------------------------------- before the first update
 
     def annotate(self, batches: Batches) -> list[Batch]:
-        """Old and reference log-probabilities, then advantages and weights.
+        """Old and reference log-probabilities, and the old policy's experts, then advantages and weights.
 
         The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
         exactly 1 in any precision; the first update needs none if it is made once, being itself a forward of the old policy.
         """
         moved = [batch.to(self._device, self._maths) for batch in batches]
-        return self._weigh(_within_memory(lambda: [self._with_logprobs(i, batch) for i, batch in enumerate(moved)]))
+        passed = _within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
+        return weigh(passed, self.row, self.max_new_tokens, torch.promote_types(self.compute_dtype, torch.float32))
 
-    def _with_logprobs(self, update: int, batch: Batch) -> Batch:
+    def _with_passes(self, update: int, batch: Batch) -> Batch:
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
-        old_N = self._logprobs(self.model, batch) if self._needs_old(update) or kl_in_reward else None
-        reference_N = self._logprobs(self.reference, batch) if self.reference is not None else None
-        return replace(batch, old_logprob_N=old_N, reference_logprob_N=reference_N)
+        passed = self._with_old(batch) if self._needs_old(update) or kl_in_reward else batch
+        if self.reference is None:
+            return passed
+        with torch.no_grad():  # with its own experts: it is compared with, not trained
+            parts = [self._forward(self.reference, batch, micro, None)[0] for micro in batch.plan]
+        return replace(passed, reference_logprob_N=torch.cat(parts))
+
+    @torch.no_grad()
+    def _with_old(self, batch: Batch) -> Batch:
+        routings = [routing_of(self._routers, self.row, batch, micro) for micro in batch.plan]
+        pairs = zip(batch.plan, routings, strict=True)
+        logprob_N = torch.cat([self._forward(self.model, batch, micro, routing)[0] for micro, routing in pairs])
+        routes = [routing.chosen() for routing in routings if routing is not None]
+        return replace(batch, old_logprob_N=logprob_N, old_routes_TLK=torch.cat(routes) if routes else None)
 
     def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:
         """The annotated updates under the micro-batch plan of `batches`, which hold the same rollouts."""
@@ -138,46 +156,10 @@ class Learner:
     def _needs_old(self, update: int) -> bool:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
-        return (update > 0 or row.epochs > 1) and reads_old
-
-    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([self._forward(model, batch, micro)[0] for micro in batch.plan])
-
-    def _weigh(self, batches: list[Batch]) -> list[Batch]:
-        if not batches:
-            return []
-        reward_R = torch.cat([self._penalised(batch) for batch in batches])
-        group_R = torch.cat([batch.group_R for batch in batches])
-        parts = torch.split(advantages(self.row, reward_R, group_R), [len(b.reward_R) for b in batches])
-        return [self._spread(batch, advantage_R) for batch, advantage_R in zip(batches, parts, strict=True)]
-
-    def _penalised(self, batch: Batch) -> Tensor:
-        """Rewards less the KL from the reference, if that is where the row puts it: r - beta sum_t kl_t."""
-        if not (self.row.needs_reference and self.row.kl_in == "reward"):
-            return batch.reward_R
-        assert batch.old_logprob_N is not None
-        assert batch.reference_logprob_N is not None
-        kl_N = kl_term(self.row.kl_estimator, batch.old_logprob_N, batch.old_logprob_N, batch.reference_logprob_N)
-        kl_S = segment_sum(kl_N, batch.sequence_N, len(batch.length_S)).double()
-        return batch.reward_R.index_add(0, batch.rollout_S, kl_S, alpha=-self.row.kl_coefficient)
-
-    def _spread(self, batch: Batch, advantage_R: Tensor) -> Batch:
-        dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        weight_N = token_weights(
-            self.row,
-            length_S=batch.length_S,
-            sequence_N=batch.sequence_N,
-            sequences=batch.sequences,
-            tokens=batch.tokens,
-            max_new_tokens=self.max_new_tokens,
-        )
-        return replace(
-            batch,
-            advantage_R=advantage_R,
-            advantage_N=advantage_R[batch.rollout_S][batch.sequence_N].to(dtype),
-            weight_N=weight_N.to(dtype) * batch.counted_S[batch.sequence_N],
-        )
+        replays_old = row.routing == "old" and self._routers is not None
+        # The loads of the experts have to be known before the first micro-batch.
+        again = update > 0 or row.epochs > 1
+        return (again and (reads_old or replays_old)) or (row.load_balance > 0 and self._routers is not None)
 
     # -------------------------------------------------------------------------- one update
 
@@ -209,16 +191,25 @@ class Learner:
             tokens=batch.tokens,
             tally=sums.tally,
             parity=parity,
+            routes=sums.routes,
+            imbalance=sums.imbalance,
         )
 
     def _accumulate(self, batch: Batch, objective: Objective) -> _Sums:
         """Forward and backward of every micro-batch; gradients add up in the masters."""
-        sums = _Sums()
+        sums, load_LE = _Sums(), load(self._routers, self.row, batch)
         for micro in batch.plan:
-            logprob_N, entropy_N = self._forward(self.model, batch, micro)
+            routing = routing_of(self._routers, self.row, batch, micro)
+            logprob_N, entropy_N = self._forward(self.model, batch, micro, routing)
             if self._at_rollout_weights(batch):
                 sums.parity += parity_of(logprob_N.detach(), batch, micro)
+            if routing is not None:
+                sums.routes += compared(routing, batch, micro, at_rollout_weights=self._at_rollout_weights(batch))
             loss, tally = objective(logprob_N, entropy_N, batch, micro)
+            if routing is not None and load_LE is not None:
+                uneven = imbalance(routing, load_LE, batch, micro).to(loss)
+                loss = loss + self.row.load_balance * uneven
+                sums.imbalance += float(uneven.detach())
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             sums.loss += float(loss.detach())
@@ -230,12 +221,15 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
+    ) -> tuple[Tensor, Tensor]:
+        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
         logprob_N, entropy_N = trained_logprobs(
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
-            layout=Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents),
+            layout=packed if routing is None else Routed(packed, routing),
             source_N=batch.source_N[micro.trained] - micro.token.start,
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,
@@ -357,8 +351,10 @@ class _Sums:
 
     loss: float = 0.0
     entropy: float = 0.0
+    imbalance: float = 0.0
     tally: Tally = field(default_factory=Tally)
     parity: Parity = field(default_factory=Parity)
+    routes: RouteChanges = field(default_factory=RouteChanges)
 
 
 def _within_memory(work: Callable[[], T]) -> T:

@@ -88,6 +88,13 @@ class Algorithm(BaseModel):
     correction_high: float | None = Field(default=None, gt=0)
     """Upper edge of the band, or the cap."""
 
+    routing: Literal["off", "old", "rollout"] = "off"
+    """Experts of a mixture-of-experts model in every pass of the trainer but the reference's. off: its own choice; old:
+    that of the policy before the step (Routing Replay, arXiv 2507.18071 section 5.3; R2); rollout: the engine's (R3, arXiv 2510.11370)."""
+
+    load_balance: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture-of-experts model, over every token of an update; 0 is off, whatever the checkpoint says."""
+
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
     epochs: int = Field(default=1, ge=1)
@@ -96,6 +103,8 @@ class Algorithm(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is False and info.field_name == "routing":
+            return "off"  # which YAML reads as false
         if isinstance(value, bool) and info.field_name != "mask_truncated":
             raise ValueError(f"expected a value, found {str(value).lower()}")
         return value
@@ -202,6 +211,7 @@ def _check_correction(row: Algorithm) -> None:
 
 
 # ------------------------------------------------------------------------------ the table
+# A row is its paper, so experts are replayed by default where the paper did so: the baseline of the GSPO paper, and MiniRL.
 
 _PPO_CLIP: dict[str, Any] = dict(ratio="token", gate="clip", clip_low=0.2, clip_high=0.2)
 
@@ -215,8 +225,8 @@ _ROWS: dict[str, dict[str, Any]] = {
         ratio="sequence_token", gate="clip", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean", advantage="group_mean_std",
     ),
     "grpo": dict(
-        source="GRPO, arXiv 2402.03300 eq. 3, without its KL; bands of the GSPO paper's baseline (2507.18071 section 5.1)",
-        ratio="token", gate="clip", clip_low=0.2, clip_high=0.27, aggregation="sequence_mean", advantage="group_mean_std",
+        source="GRPO, arXiv 2402.03300 eq. 3, without its KL; bands and routing of the GSPO paper's baseline (2507.18071 section 5)",
+        ratio="token", gate="clip", clip_low=0.2, clip_high=0.27, aggregation="sequence_mean", advantage="group_mean_std", routing="old",
     ),
     "ppo": dict(source="PPO, arXiv 1707.06347 eq. 7", **_PPO_CLIP, aggregation="token_mean", advantage="gae"),
     "dr_grpo": dict(source="Dr. GRPO, arXiv 2503.20783 section 3.2", **_PPO_CLIP, aggregation="constant", advantage="group_mean"),
@@ -245,8 +255,9 @@ _ROWS: dict[str, dict[str, Any]] = {
         ratio="sequence", gate="clip", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", advantage="group_mean_std",
     ),
     "minirl": dict(
-        source="MiniRL, arXiv 2512.01374 eq. 7",
+        source="MiniRL, arXiv 2512.01374 eq. 7, and its finding that the engine's experts serve best from four updates on",
         ratio="token", gate="minirl", clip_low=0.2, clip_high=0.27, weight_cap=5.0, aggregation="sequence_sum", advantage="group_mean",
+        routing="rollout",
     ),
     "vespo": dict(
         source="VESPO, arXiv 2602.10693",

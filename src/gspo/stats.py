@@ -1,6 +1,6 @@
 """What an update did, in plain numbers: made by the learner, written by the journal.
 
-Letters: N trained tokens, S sequences of a micro-batch.
+Letters: N trained tokens, S sequences of a micro-batch, T tokens the model sees, L layers with experts, K experts chosen.
 """
 
 from __future__ import annotations
@@ -36,6 +36,47 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """How many tokens use another set of experts in one pass than in another, layer by layer."""
+
+    changed_L: tuple[float, ...] = ()
+    tokens: float = 0.0
+
+    def __add__(self, other: Changes) -> Changes:
+        if not (self.changed_L and other.changed_L):
+            return self if self.changed_L else other
+        changed = tuple(a + b for a, b in zip(self.changed_L, other.changed_L, strict=True))
+        return Changes(changed, self.tokens + other.tokens)
+
+    @property
+    def by_layer(self) -> list[float] | None:
+        """Share of the tokens in each layer; None if nothing was compared."""
+        return [changed / self.tokens for changed in self.changed_L] if self.tokens else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the (token, layer) pairs."""
+        return sum(self.changed_L) / self.tokens / len(self.changed_L) if self.tokens else None
+
+
+@dataclass(frozen=True)
+class RouteChanges:
+    """Choices of experts compared, each router's own: also where others are replayed."""
+
+    rollout_old: Changes = Changes()
+    """The engine's with those of the trainer's passes under the same weights."""
+    old_new: Changes = Changes()
+    """Those of the policy before the step with those at the update."""
+    replayed: Changes = Changes()
+    """The replayed ones with those that the router would now choose."""
+
+    def __add__(self, other: RouteChanges) -> RouteChanges:
+        return RouteChanges(
+            self.rollout_old + other.rollout_old, self.old_new + other.old_new, self.replayed + other.replayed
+        )
+
+
+@dataclass(frozen=True)
 class UpdateStats:
     """What one optimizer update did."""
 
@@ -53,6 +94,9 @@ class UpdateStats:
     tokens: int
     tally: Tally
     parity: Parity
+    routes: RouteChanges = RouteChanges()
+    imbalance: float = 0.0
+    """The load-balancing loss, without its weight; 0 if that is 0."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +107,13 @@ class WeightChange:
     """Share of weights that are not what they were."""
     relative: float
     """Norm of the change over the norm of the weights."""
+
+
+def changes(one_TLK: Tensor, other_TLK: Tensor, weight_T: Tensor) -> Changes:
+    """Compare sets, whatever the order inside them; a token counts by its weight."""
+    changed_TL = (one_TLK.sort(-1).values != other_TLK.sort(-1).values).any(-1)
+    changed_L = (changed_TL * weight_T[:, None]).sum(0)
+    return Changes(tuple(changed_L.tolist()), float(weight_T.sum()))
 
 
 def parity_of(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:

@@ -3,14 +3,14 @@
 In: groups, and which of their rollouts are trained. Out: trees cut into micro-batches under a token budget, each laid
 out as one packed row. `batch` calls it. Numpy only.
 
-Letters: T tokens the model sees (packed), N trained tokens.
+Letters: T tokens the model sees (packed), N trained tokens, L layers with experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Answer:
     target_N: np.ndarray
     logprob_N: np.ndarray
     """float32, of the distribution that was sampled."""
+    routes: tuple[np.ndarray, ...] | None
+    """[tokens, L, K] of each segment, if the engine recorded them."""
 
     @property
     def tokens(self) -> int:
@@ -49,6 +51,9 @@ class Tree:
 
     prompt: np.ndarray
     answers: tuple[Answer, ...]
+    homes: tuple[int, ...]
+    """Number of the first token of the prompt, then of each answer, among all tokens of an update."""
+    prompt_routes: np.ndarray | None
 
     @property
     def tokens(self) -> int:
@@ -61,17 +66,26 @@ class Row:
 
     token_T: np.ndarray
     position_T: np.ndarray
+    home_T: np.ndarray
+    """Number of the token among all of the update, however it is cut: a prompt that is repeated keeps its own."""
     source_N: np.ndarray
     """Index into T."""
+    routes_TLK: np.ndarray | None
+    """Experts that the engine used, if it recorded them."""
     lengths: tuple[int, ...]
     """Tokens of each segment, prompts among them."""
     parents: tuple[int | None, ...]
     """Index of the segment that each continues; None for prompts."""
 
 
-def tree(group: Group, rollouts: Sequence[Rollout]) -> Tree:
-    """The tree of `rollouts`, each with policy tokens. Raises RunError for a segment that continues a later one."""
-    return Tree(group.prompt.token_ids, tuple(_answer(group, rollout) for rollout in rollouts))
+def tree(group: Group, rollouts: Sequence[Rollout], home: int = 0) -> Tree:
+    """The tree of `rollouts`, each with policy tokens; `home` tokens of the update stand before it.
+
+    Raises RunError for a segment that continues a later one, and for experts that were recorded of some tokens only.
+    """
+    answers = tuple(_answer(group, rollout) for rollout in rollouts)
+    starts = np.cumsum([home + len(group.prompt.token_ids), *(a.tokens for a in answers)]).tolist()
+    return Tree(group.prompt.token_ids, answers, (home, *starts[:-1]), group.prompt_routes)
 
 
 def cut(trees: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
@@ -92,38 +106,45 @@ def cut(trees: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
 
 
 def _split(whole: Tree, max_tokens: int) -> Iterator[Tree]:
-    part: list[Answer] = []
-    used = len(whole.prompt)
-    for answer in whole.answers:
-        if part and used + answer.tokens > max_tokens:
-            yield Tree(whole.prompt, tuple(part))
-            part, used = [], len(whole.prompt)
-        part.append(answer)
+    first, used = 0, len(whole.prompt)
+    for i, answer in enumerate(whole.answers):
+        if i > first and used + answer.tokens > max_tokens:
+            yield _part(whole, first, i)
+            first, used = i, len(whole.prompt)
         used += answer.tokens
-    yield Tree(whole.prompt, tuple(part))
+    yield _part(whole, first, len(whole.answers))
+
+
+def _part(whole: Tree, first: int, last: int) -> Tree:
+    root, *homes = whole.homes
+    return replace(whole, answers=whole.answers[first:last], homes=(root, *homes[first:last]))
 
 
 def lay(trees: Sequence[Tree]) -> Row:
     """The packed row of a micro-batch."""
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    homes: list[np.ndarray] = []
     parents: list[int | None] = []
     sources: list[np.ndarray] = []
     starts = [0]
 
-    def add(ids: np.ndarray, first: int, parent: int | None) -> int:
+    def add(ids: np.ndarray, first: int, home: int, parent: int | None) -> int:
         tokens.append(ids)
         positions.append(np.arange(first, first + len(ids)))
+        homes.append(np.arange(home, home + len(ids)))
         parents.append(parent)
         starts.append(starts[-1] + len(ids))
         return len(tokens) - 1
 
     for each in trees:
-        root = add(each.prompt, 0, None)
-        for answer in each.answers:
+        home, *answer_homes = each.homes
+        root = add(each.prompt, 0, home, None)
+        for answer, home in zip(each.answers, answer_homes, strict=True):
             place = [root]  # of the prompt, at _PROMPT + 1, then of each segment
             for ids, parent, depth in zip(answer.segments, answer.parents, answer.depths, strict=True):
-                place.append(add(ids, len(each.prompt) + depth, place[parent + 1]))
+                place.append(add(ids, len(each.prompt) + depth, home, place[parent + 1]))
+                home += len(ids)
             segment_N = np.array(place)[answer.source_segment_N + 1]
             start, end = np.array(starts)[segment_N], np.array(starts)[segment_N + 1]
             offset_N = answer.source_offset_N
@@ -131,16 +152,28 @@ def lay(trees: Sequence[Tree]) -> Row:
     return Row(
         token_T=np.concatenate(tokens),
         position_T=np.concatenate(positions),
+        home_T=np.concatenate(homes),
         source_N=np.concatenate(sources),
+        routes_TLK=_routes(trees),
         lengths=tuple(len(ids) for ids in tokens),
         parents=tuple(parents),
     )
+
+
+def _routes(trees: Sequence[Tree]) -> np.ndarray | None:
+    if any(each.prompt_routes is None for each in trees):
+        return None
+    parts = [
+        part for each in trees for part in (each.prompt_routes, *(r for a in each.answers for r in a.routes or ()))
+    ]
+    return np.concatenate([part for part in parts if part is not None])
 
 
 # ------------------------------------------------------------------------------ one rollout
 
 
 def _answer(group: Group, rollout: Rollout) -> Answer:
+    _check_routes(group, rollout)
     segments = _joined(group, rollout)
     needed = _needed(segments)
     place = {_PROMPT: _PROMPT}  # of the segments that stay
@@ -165,7 +198,29 @@ def _answer(group: Group, rollout: Rollout) -> Answer:
         source_offset_N=np.concatenate(source_offset),
         target_N=np.concatenate([s.token_ids[s.policy_mask] for s in segments]),
         logprob_N=np.concatenate([s.logprobs[s.policy_mask] for s in segments]).astype(np.float32),
+        routes=None
+        if group.prompt_routes is None
+        else tuple(routes[: needed[i]] for i in kept if (routes := segments[i].routes) is not None),
     )
+
+
+def _check_routes(group: Group, rollout: Rollout) -> None:
+    """Raise RunError where the experts of a token that is computed again would be missing."""
+    where = f"row {group.prompt.row}, answer {rollout.index}"
+    recorded = group.prompt_routes is not None
+    for i, segment in enumerate(rollout.segments):
+        if len(segment.token_ids) and (segment.routes is not None) != recorded:
+            has, lacks = ("prompt", f"segment {i}") if recorded else (f"segment {i}", "prompt")
+            raise RunError(
+                f"{where}: its {has} has routes and its {lacks} has none: the engine has to record both or neither"
+            )
+    for i, segment in enumerate(rollout.segments):
+        above = None if segment.parent is None or segment.parent >= i else rollout.segments[segment.parent]
+        if above is not None and above.routes is not None and len(above.routes) < len(above.token_ids):
+            raise RunError(
+                f"{where}: segment {i} goes on where segment {segment.parent} ends, and that has {len(above.token_ids)} tokens and "
+                f"routes of {len(above.routes)}"
+            )
 
 
 def _joined(group: Group, rollout: Rollout) -> list[Segment]:
@@ -187,7 +242,7 @@ def _joined(group: Group, rollout: Rollout) -> list[Segment]:
         if parent is not None and children[parent] == 1 and place[parent] == len(joined) - 1:
             joined[-1] = _continued(joined[-1], segment)
         else:
-            joined.append(Segment(segment.token_ids, segment.policy_mask, segment.logprobs, place[parent]))
+            joined.append(replace(segment, parent=place[parent]))
         place[i] = len(joined) - 1
     return joined
 
@@ -198,6 +253,7 @@ def _continued(first: Segment, second: Segment) -> Segment:
         np.concatenate([first.policy_mask, second.policy_mask]),
         np.concatenate([first.logprobs, second.logprobs]),
         first.parent,
+        None if first.routes is None or second.routes is None else np.concatenate([first.routes, second.routes]),
     )
 
 

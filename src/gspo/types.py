@@ -66,12 +66,21 @@ class Segment:
     temperature and truncation; 0 where `policy_mask` is false."""
     parent: int | None = None
     """Index of the segment that this one continues; None: the prompt."""
+    routes: np.ndarray | None = None
+    """[tokens, L, K] uint8, or int16 above 256 experts: the K experts that each of L layers used for every token that
+    the engine computed. That is all of them, or, where an answer ends, all but the last, which has no row. None: not
+    recorded."""
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.policy_mask) == len(self.logprobs):
+        tokens = len(self.token_ids)
+        if not tokens == len(self.policy_mask) == len(self.logprobs):
             raise ValueError(
-                f"segment fields differ in length: {len(self.token_ids)} ids, "
+                f"segment fields differ in length: {tokens} ids, "
                 f"{len(self.policy_mask)} mask, {len(self.logprobs)} log-probabilities"
+            )
+        if self.routes is not None and not max(0, tokens - 1) <= len(self.routes) <= tokens:
+            raise ValueError(
+                f"a segment of {tokens} tokens has routes of {len(self.routes)}: {tokens} are needed, or one less where an answer ends"
             )
 
 
@@ -121,6 +130,15 @@ class Group:
     ordinal: int
     """Number of this draw since the start of the run; part of the key of its random numbers."""
     rollouts: tuple[Rollout, ...]
+    prompt_routes: np.ndarray | None = None
+    """[prompt tokens, L, K], as `Segment.routes`: once, for a prompt is computed once for all its answers."""
+
+    def __post_init__(self) -> None:
+        tokens = len(self.prompt.token_ids)
+        if self.prompt_routes is not None and len(self.prompt_routes) != tokens:
+            raise ValueError(
+                f"row {self.prompt.row}: a prompt of {tokens} tokens has routes of {len(self.prompt_routes)}"
+            )
 
     def with_rewards(self, rewards: list[Reward]) -> Group:
         """The same group, judged; `rewards` in the order of `rollouts`."""

@@ -3,7 +3,8 @@
 In: `Request`s. Out: `Group`s. Rows are refilled as answers end (continuous batching); a prompt is computed, and its
 keys and values are kept, once for all answers of its group.
 
-Letters: B rows in flight, M `max_new_tokens`, T tokens of a packed row, G prompts, V vocabulary, D hidden size.
+Letters: B rows in flight, M `max_new_tokens`, T tokens of a packed row, G prompts, V vocabulary, D hidden size, L layers
+with experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
 from gspo.models.packing import PackedWeights
+from gspo.models.routing import Routed, Routing, routers_of
 from gspo.types import Group, Rollout, Segment, Stop
 
 _PREFILL_TOKENS = 8192
@@ -44,6 +46,7 @@ class _Open:
 
     request: Request
     rollouts: dict[int, Rollout] = field(default_factory=dict)
+    prompt_routes: np.ndarray | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,14 +57,19 @@ class LocalEngine:
     """Samples on `policy.model`, so that new weights need no transfer. One thread may use it.
 
     With `weights` other than `same` (see `rounding.rounded`) it samples on a copy of the model, as large as the original.
+    `record_routes`: keep the experts that a mixture-of-experts model used, L K bytes for each token computed. A model
+    without experts, or whose routers are not known, has none to keep.
     """
 
-    def __init__(self, policy: Policy, sampling: Sampling, seed: int, weights: str = "same") -> None:
+    def __init__(
+        self, policy: Policy, sampling: Sampling, seed: int, *, weights: str = "same", record_routes: bool = False
+    ) -> None:
         self.version = 0
         self._policy, self._sampling, self._seed, self._weights = policy, sampling, seed, weights
         if weights != "same":
             self._policy = replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
             self._copy(policy.model.named_parameters())
+        self._routers = routers_of(self._policy.model) if record_routes else None
         self._stop_ids = np.array(policy.stop_ids, dtype=np.int64)
         self._positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
         self._waiting: deque[tuple[_Open, int]] = deque()
@@ -171,12 +179,15 @@ class LocalEngine:
         if not prompts:
             return
         lengths = [p.prompt_tokens for p in prompts]
-        logits_GV = self._logits(
+        logits_GV, routes_TLK = self._logits(
             np.concatenate([p.request.prompt.token_ids for p in prompts]),
             np.concatenate([np.arange(n) for n in lengths]),
             self._flight.cache.prefill(prompts, lengths, self._policy.device),
             np.cumsum(lengths) - 1,
         )
+        if routes_TLK is not None:
+            for opened, routes in zip(prompts, np.split(routes_TLK, np.cumsum(lengths)[:-1]), strict=True):
+                opened.prompt_routes = routes
         self._flight.prompts.update(dict.fromkeys(prompts))
         self._flight.first_logits.update(zip(prompts, logits_GV, strict=True))
 
@@ -184,22 +195,29 @@ class LocalEngine:
         flight = self._flight
         rows = slice(0, len(flight.answers))
         layout = flight.cache.step(self._policy.device)
-        self._sample(rows, self._logits(flight.last_tokens(), flight.positions(), layout, np.arange(rows.stop)))
+        logits_BV, routes_BLK = self._logits(flight.last_tokens(), flight.positions(), layout, np.arange(rows.stop))
+        if routes_BLK is not None:
+            flight.keep_routes(routes_BLK)
+        self._sample(rows, logits_BV)
         return rows
 
     def _logits(
         self, tokens_T: np.ndarray, position_T: np.ndarray, layout: Prefill | Step, source_N: np.ndarray
-    ) -> Tensor:
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """Logits [N, V] and, if they are recorded, the experts of every token, [T, L, K]."""
         tokens, position, source = (
             torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in (tokens_T, position_T, source_N)
         )
         model, flight = self._policy.model, self._flight
         if flight.factor_VD is None or flight.packed is None:
             flight.factor_VD, flight.packed = model.get_output_embeddings().factor(), PackedWeights(model)
+        routing = None if self._routers is None else Routing(self._routers)
+        routed = layout if routing is None else Routed(layout, routing)
         with flight.packed:
-            return next_logits(
-                model, tokens_T=tokens, position_T=position, layout=layout, source_N=source, factor_VD=flight.factor_VD
+            logits_NV = next_logits(
+                model, tokens_T=tokens, position_T=position, layout=routed, source_N=source, factor_VD=flight.factor_VD
             )
+        return logits_NV, None if routing is None else routing.chosen().cpu().numpy()
 
     def _draws(self, opened: _Open, index: int) -> np.ndarray:
         r = opened.request
@@ -232,10 +250,10 @@ class LocalEngine:
         for row in done:
             opened, index = self._flight.answers[row]
             stop = Stop.EOS if ended_B[row - rows.start] else Stop.LENGTH
-            opened.rollouts[index] = self._rollout(index, *self._flight.written(row), stop)
+            opened.rollouts[index] = self._rollout(index, self._flight.written(row), stop)
             if len(opened.rollouts) == opened.request.count:
                 rollouts = tuple(opened.rollouts[i] for i in range(opened.request.count))
-                groups.append(Group(opened.request.prompt, opened.request.ordinal, rollouts))
+                groups.append(Group(opened.request.prompt, opened.request.ordinal, rollouts, opened.prompt_routes))
                 complete.append(opened)
         if len(done):
             self._flight.drop(done)
@@ -243,9 +261,8 @@ class LocalEngine:
             self._flight.release(opened)
         return groups
 
-    def _rollout(self, index: int, token_ids: np.ndarray, logprobs: np.ndarray, stop: Stop) -> Rollout:
-        segment = Segment(token_ids, np.ones(len(token_ids), dtype=bool), logprobs)
-        text = self._policy.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    def _rollout(self, index: int, segment: Segment, stop: Stop) -> Rollout:
+        text = self._policy.tokenizer.decode(segment.token_ids.tolist(), skip_special_tokens=True)
         return Rollout(index, (segment,), text, stop, (self.version, self.version))
 
 
@@ -260,6 +277,8 @@ class _Flight:
         """[V] behind a prompt, of the prompts whose answers have not all started."""
         self.cache = TreeCache(max_new_tokens)
         self.packed: PackedWeights | None = None
+        self._routes: list[np.ndarray | None] = []
+        """Of each row: [M, L, K], filled as far as its tokens were computed; memory comes as it is filled."""
         self.factor_VD: Tensor | None = None
         """The head's weight in float32, made once for the answers that are written with it."""
         self._token_BM = np.zeros((0, max_new_tokens), dtype=np.int64)
@@ -278,6 +297,12 @@ class _Flight:
         rows = slice(len(self.answers), len(self.answers) + len(answers))
         self.answers += answers
         self.cache.add([opened for opened, _ in answers])
+        self._routes += [
+            None
+            if opened.prompt_routes is None
+            else np.empty((self._token_BM.shape[1], *opened.prompt_routes.shape[1:]), opened.prompt_routes.dtype)
+            for opened, _ in answers
+        ]
         width = self._token_BM.shape[1]
         self._token_BM = np.concatenate([self._token_BM, np.zeros((len(answers), width), dtype=np.int64)])
         self._logprob_BM = np.concatenate([self._logprob_BM, np.zeros((len(answers), width), dtype=np.float32)])
@@ -307,14 +332,26 @@ class _Flight:
         last = self._take(self._token_BM[rows], self._count_B[rows] - 1)
         return np.isin(last, stop_ids), self._count_B[rows] == self._token_BM.shape[1]
 
-    def written(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        count = self._count_B[row]
-        return self._token_BM[row, :count].copy(), self._logprob_BM[row, :count].copy()
+    def keep_routes(self, routes_BLK: np.ndarray) -> None:
+        """The experts of the last written token of each row, which has just been computed."""
+        for kept, routes, count in zip(self._routes, routes_BLK, self._count_B, strict=True):
+            assert kept is not None
+            kept[count - 1] = routes
+
+    def written(self, row: int) -> Segment:
+        count, routes = self._count_B[row], self._routes[row]
+        return Segment(
+            self._token_BM[row, :count].copy(),
+            np.ones(count, dtype=bool),
+            self._logprob_BM[row, :count].copy(),
+            routes=None if routes is None else routes[: count - 1].copy(),
+        )
 
     def drop(self, done: np.ndarray) -> None:
         self.cache.drop(done)
         order = closed_up(len(self.answers), done)
         self.answers = [self.answers[i] for i in order]
+        self._routes = [self._routes[i] for i in order]
         self._token_BM, self._logprob_BM, self._uniform_BM = (
             self._token_BM[order],
             self._logprob_BM[order],

@@ -352,6 +352,8 @@ def _attention(
         )
     if layout is None:
         raise ValueError(f"{type(module).__name__}: a model with attention {ATTENTION!r} is called with layout=...")
+    # For the router of the same layer, which is not given the layout.
+    module.__dict__["gspo_routing"] = getattr(layout, "routing", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(module.layer_idx, query, key, value, scaling=scale, window=sliding_window), None
 

@@ -29,6 +29,7 @@ from gspo.models import fused, heads, linear
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
+from gspo.models.routing import install_routing
 
 log = logging.getLogger("gspo")
 
@@ -303,6 +304,7 @@ def _prepare(model: Any, name: str) -> None:
         )
     model.set_attn_implementation(ATTENTION)
     install_head(model)
+    install_routing(model)
     fused.install(model, fused.Kernels())
     linear.install(model)
     sources = torch.arange(11, device=model.device)
