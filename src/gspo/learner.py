@@ -138,7 +138,7 @@ class Learner:
     def _needs_old(self, update: int) -> bool:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
-        return (update > 0 or row.epochs > 1) and reads_old
+        return row.sizes_band or ((update > 0 or row.epochs > 1) and reads_old)
 
     def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
