@@ -142,7 +142,7 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
     # Parity compares engine and trainer at the same weights: the trainer no longer has those of a stale answer.
     fresh = metrics["staleness/max"] == 0
     metrics |= _parity_metrics(sum((u.parity for u in outcome.updates if fresh), Parity()))
-    metrics |= _routing_metrics(outcome.updates, row)
+    metrics |= _routing_metrics(outcome.updates, outcome.row)
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
     tokens = metrics["tokens/sampled"]
