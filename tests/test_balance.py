@@ -42,7 +42,7 @@ def test_it_is_the_formula_of_transformers_in_each_layer() -> None:
     (batch,) = make_batches(groups, ROW.model_copy(update={"updates_per_step": 1}), 10_000)
     routers = routers_of(policy.model)
     assert routers is not None
-    routing, (micro,) = Routing(routers), batch.plan
+    routing, (micro,) = Routing(routers, with_logits=True), batch.plan
     trained_logprobs(
         policy.model,
         tokens_T=batch.tokens_T,
