@@ -40,7 +40,7 @@ class Section(BaseModel):
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
             raise ValueError(f"expected a value, found {str(value).lower()}")
         return value
 
@@ -59,8 +59,8 @@ class Model(Section):
     """auto (CUDA, then MPS, then CPU) or a torch device."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    compile: bool = False
-    """Fuse norms and activations by torch.compile. It takes time when they are first used, so it is meant for long runs."""
+    compile: bool | None = None
+    """Fuse norms, gates and log-probabilities by torch.compile, which takes seconds once; null: for 50 million parameters and more, where it works."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
 
