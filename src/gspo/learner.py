@@ -121,26 +121,30 @@ class Learner:
         The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
         exactly 1 in any precision; the first update needs none, being itself a forward of the old policy.
         """
-        moved = [batch.to(self._device, self._maths) for batch in batches]
+        moved = [self.placed(batch) for batch in batches]
         return self._weigh(_within_memory(lambda: [self._with_logprobs(i, batch) for i, batch in enumerate(moved)]))
+
+    def placed(self, batch: Batch) -> Batch:
+        """The batch on the devices of the model and of the maths."""
+        return batch.to(self._device, self._maths)
 
     def _with_logprobs(self, update: int, batch: Batch) -> Batch:
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
-        old_N = self._logprobs(self.model, batch) if self._needs_old(update) or kl_in_reward else None
-        reference_N = self._logprobs(self.reference, batch) if self.reference is not None else None
+        old_N = self.logprobs(self.model, batch) if self._needs_old(update) or kl_in_reward else None
+        reference_N = self.logprobs(self.reference, batch) if self.reference is not None else None
         return replace(batch, old_logprob_N=old_N, reference_logprob_N=reference_N)
 
     def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:
         """The annotated updates under the micro-batch plan of `batches`, which hold the same rollouts."""
-        pairs = zip(batches, annotated, strict=True)
-        return [old.with_plan_of(new.to(self._device, self._maths)) for new, old in pairs]
+        return [old.with_plan_of(self.placed(new)) for new, old in zip(batches, annotated, strict=True)]
 
     def _needs_old(self, update: int) -> bool:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
         return update > 0 and reads_old
 
-    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probabilities [N] of a placed batch under `model`, without gradients."""
         with torch.no_grad():
             return torch.cat([self._forward(model, batch, micro)[0] for micro in batch.plan])
 
@@ -216,7 +220,7 @@ class Learner:
         sums = _Sums()
         for micro in batch.plan:
             logprob_N, entropy_N = self._forward(self.model, batch, micro)
-            if self._at_rollout_weights(batch):
+            if batch.old_logprob_N is None and self._fresh:
                 sums.parity += parity_of(logprob_N.detach(), batch, micro)
             loss, tally = objective(logprob_N, entropy_N, batch, micro)
             if loss.requires_grad:
@@ -251,9 +255,6 @@ class Learner:
                 "lower optimizer.learning_rate, or look at this answer in rollouts/"
             )
         return logprob_N, entropy_N
-
-    def _at_rollout_weights(self, batch: Batch) -> bool:
-        return batch.old_logprob_N is None and self._fresh
 
     def _parity_of_old_pass(self, batch: Batch) -> Parity:
         if batch.old_logprob_N is None:

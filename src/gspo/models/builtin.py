@@ -25,7 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.errors import InputError
-from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer
+from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer, untrained_dense, untrained_moe
 
 log = logging.getLogger("gspo")
 
@@ -137,6 +137,8 @@ BUILTIN: dict[str, Checkpoint] = {
         tokenizer=lambda: AutoTokenizer.from_pretrained(str(_smollm2()), local_files_only=True),
         origin=f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised",
     ),
-    "tiny-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
-    "tiny-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
+    "tiny-dense-untrained": Checkpoint(untrained_dense, tiny_tokenizer, "made in memory"),
+    "tiny-moe-untrained": Checkpoint(untrained_moe, tiny_tokenizer, "made in memory"),
+    "random-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
+    "random-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
 }
