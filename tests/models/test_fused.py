@@ -105,4 +105,4 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
     with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
-        load.load_policy(config.Model(name="tiny-dense", compile=True))
+        load.load_policy(config.Model(name="random-dense", compile=True))

@@ -24,8 +24,8 @@ _START = 0.125
 """Spread of the first weights, one over the root of the width: the usual 0.02 is for wide models, and learns late here."""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Capitals are read as small letters; any other character is `<unk>`."""
+def tiny_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """Capitals are read as small letters; any other character is `<unk>`. `chat`: with a chat template."""
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.normalizer = normalizers.Lowercase()
@@ -40,7 +40,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=unknown,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = _CHAT
+    tokenizer.chat_template = _CHAT if chat else None
     return tokenizer
 
 
