@@ -136,7 +136,7 @@ def _digest(file: Path) -> str:
 
 _WEIGHTS = Path(__file__).parent / "weights"
 _SHIPPED = {
-    "tiny-dense": "7288eccf0f722b2ea8cc9a38827ac13750cf8e7cea530aac49cb424f30490c10",
+    "tiny-dense": "f61ecebf5f28b19586e55d7e20c06cd6fd3f64504d57c0077f98da7f86dd8d4b",
 }
 """sha256 of `weights/NAME/model.safetensors`, as `gspo sft NAME` writes it into its last checkpoint."""
 
