@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,13 @@ from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
-from gspo.machine import give_pages_back
+from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
-
-T = TypeVar("T")
 
 Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
 """(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
@@ -128,7 +125,7 @@ class Learner:
         exactly 1 in any precision; the first update needs none if it is made once, being itself a forward of the old policy.
         """
         moved = [self.placed(batch) for batch in batches]
-        passed = _within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
+        passed = within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
         return weigh(passed, self.row, self.max_new_tokens, torch.promote_types(self.compute_dtype, torch.float32))
 
     def placed(self, batch: Batch) -> Batch:
@@ -179,7 +176,7 @@ class Learner:
         does not fit.
         """
         try:
-            sums = _within_memory(lambda: self._accumulate(batch, objective))
+            sums = within_memory(lambda: self._accumulate(batch, objective))
         except OutOfMemoryError:
             self._drop_gradients()
             raise
@@ -361,19 +358,6 @@ class _Sums:
     tally: Tally = field(default_factory=Tally)
     parity: Parity = field(default_factory=Parity)
     routes: RouteChanges = field(default_factory=RouteChanges)
-
-
-def _within_memory(work: Callable[[], T]) -> T:
-    """The result of `work`, or OutOfMemoryError in the place of torch's own words for it."""
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        words = str(error).splitlines()[0] if str(error) else "out of memory"
-        # A CPU has no exception of its own for it.
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in words:
-            raise
-    # Raised here, not above: that traceback holds the activations.
-    raise OutOfMemoryError(words)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
