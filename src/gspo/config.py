@@ -115,7 +115,7 @@ class Sampling(Section):
     """The k likeliest tokens; 0 is off."""
     max_new_tokens: int = Field(default=256, gt=0)
     """Longest answer, the stop token included."""
-    max_rows: int = Field(default=64, gt=0)
+    max_rows: int = Field(default=256, gt=0)
     """Answers decoded at once; the next waits for a free row."""
 
 
