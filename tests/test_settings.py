@@ -239,11 +239,6 @@ def test_the_nearest_name_is_the_one_that_was_meant(word, near):
         settings.load(None, [word])
 
 
-def test_a_key_of_a_task_is_refused_beside_a_file():
-    with pytest.raises(InputError, match=r"low belongs to the task addition and has no effect with source=rows\.jsonl"):
-        settings.load(None, ["data=rows.jsonl", "data.low=3"])
-
-
 @pytest.mark.parametrize(
     "word", ["optimizer.learning_rate=.inf", "sampling.temperature=.nan", "algorithm.clip_low=.inf"]
 )

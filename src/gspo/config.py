@@ -50,7 +50,7 @@ class Model(Section):
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4, tiny-dense, tiny-moe."""
+    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -239,7 +239,7 @@ class Pairs(Data):
     messages: str | None = None
     """Column with conversations that end with the assistant's answer: in the place of the columns prompt and answer."""
     max_answer_tokens: int = Field(default=4096, gt=0)
-    """Longest answer allowed, its end token included; a longer one is treated as too_long says."""
+    """Longest answer allowed, after the template; what happens to a longer one too_long says."""
 
 
 class SftOptimizer(Optimizer):

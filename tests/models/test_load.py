@@ -184,7 +184,7 @@ def test_a_model_that_disagrees_with_itself_when_packed_is_refused(
         ("./nowhere", "no such folder or file"),
         ("weights.gguf", "no such folder or file"),
         ("runs/a/checkpoints/b", "no such folder or file"),
-        ("tiny-dens", "did you mean 'random-dense'"),
+        ("tiny-dens", "did you mean 'tiny-dense'"),
         ("no-such-owner/no-such-model", "Tried as a built-in name, a folder here and a hub id"),
     ],
 )
