@@ -18,7 +18,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "presets", "config", "settings", "machine", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "cli",
+    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")
@@ -75,7 +75,13 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["-c", "import gspo"], ["-m", "gspo.cli", "--help"], ["-m", "gspo.cli", "train", "--help"]]
+    "words",
+    [
+        ["-c", "import gspo"],
+        ["-m", "gspo.cli", "--help"],
+        ["-m", "gspo.cli", "train", "--help"],
+        ["-m", "gspo.cli", "lab", "--list"],
+    ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:
     """vllm, flash-attn, ray and wandb are not installed here either: huggingface/trl#4617, #3304."""
