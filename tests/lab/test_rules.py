@@ -77,15 +77,22 @@ def test_an_arm_without_an_outcome_decides_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "word"),
-    [(0.5, 0.62, SEEN), (0.5, 0.625, NOT_SEEN), (0.5, 0.75, OPPOSITE), (0.9, 0.5, SEEN), (0.1, 0.74, OPPOSITE)],
+    [
+        (0.5, 0.62, SEEN),
+        (0.5, 0.625, NOT_SEEN),
+        (0.5, 0.75, OPPOSITE),
+        (0.9, 0.5, SEEN),
+        (0.1, 0.74, OPPOSITE),
+        (0.39, 0.39, NOT_SEEN),  # the other gained .09 and has not learned
+    ],
 )
 def test_not_worse(a: float, b: float, word: str) -> None:
-    assert NotWorse(A, B, 0.125)(results(a=finals(a), b=finals(b))).word == word
+    assert NotWorse(A, B, 0.125, 0.1)(results(a=finals(a), b=finals(b))).word == word
 
 
 def test_not_worse_is_open_where_seeds_disagree() -> None:
     found = results(a=finals(0.2, 0.2, 0.8), b=finals(0.7, 0.7, 0.7))
-    assert NotWorse(A, B, 0.05)(found).word == NOT_SEEN
+    assert NotWorse(A, B, 0.05, 0.1)(found).word == NOT_SEEN
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,7 @@ def test_alike_asks_that_both_have_learned(a: float, b: float, word: str) -> Non
         (0.28, 0.0028, 0.78, 0.78, SEEN),
         (0.27, 0.0028, 0.78, 0.78, NOT_SEEN),  # 96 times
         (0.28, 0.0, 0.78, 0.78, SEEN),
+        (0.28, 0.0, 0.35, 0.35, NOT_SEEN),  # and does not learn
         (0.0, 0.0, 0.78, 0.78, NOT_SEEN),
         (0.28, 0.0005, 0.60, 0.78, OPPOSITE),  # clips, and does not learn as well
         (0.001, 0.01, 0.78, 0.78, OPPOSITE),
@@ -115,7 +123,7 @@ def test_alike_asks_that_both_have_learned(a: float, b: float, word: str) -> Non
 )
 def test_clipping_more_and_learning(a_clip: float, b_clip: float, a: float, b: float, word: str) -> None:
     found = results(a=finals(a, clip_tokens=a_clip), b=finals(b, clip_tokens=b_clip))
-    assert ClipsMoreAndLearns(A, B, times=100, margin=0.05)(found).word == word
+    assert ClipsMoreAndLearns(A, B, times=100, margin=0.05, gain=0.1)(found).word == word
 
 
 def test_a_collapse_is_the_final_reward_below_half_of_peak_or_start() -> None:
@@ -184,7 +192,7 @@ def _verdict(rule: Callable[[Results], Verdict], keys: set[tuple[str, str]], sid
 
 
 def _outcome(side: int, ours: bool) -> Outcome:
-    good, bad = [(0.9, 0.3), (0.6, 0.6), (0.3, 0.9), (0.26, 0.33)][side]
+    good, bad = [(0.9, 0.5), (0.6, 0.6), (0.4, 0.9), (0.26, 0.33)][side]
     final = good if ours else bad
     high = [0.5, 0.05, 1e-4, 0.05][side]
     gap, control = [(1e-9, 0.5), (1e-4, 0.5), (0.5, 0.5), (1e-9, 1e-9)][side]

@@ -43,7 +43,9 @@ MEASURES = (
     Measure("ratio_rows", "ratio/std_rows", "ratio spread: std of the answer's mean log ratio", log=True),
     Measure("parity", "parity/mean", "parity: mean |log p trainer - log p engine|", log=True),
     Measure("parity_signed", "parity/signed", "parity, signed: mean log ratio trainer / engine", noise=1e-5),
-    Measure("experts_rollout", "routing/changed_rollout_old", "expert sets that differ, engine to old policy", log=True),
+    Measure(
+        "experts_rollout", "routing/changed_rollout_old", "expert sets that differ, engine to old policy", log=True
+    ),
     Measure("experts_update", "routing/changed_old_new", "expert sets that differ, old policy to new", log=True),
     Measure("entropy", "entropy", "entropy, nats a token"),
 )

@@ -86,6 +86,11 @@ def direction(differences: Sequence[float], margin: float) -> Word:
     return NOT_SEEN
 
 
+def has_learned(outcomes: Sequence[Outcome], gain: float) -> bool:
+    """The final reward is above the start by `gain`, in the median over seeds."""
+    return median(o.final - o.start for o in outcomes) >= gain
+
+
 @dataclass(frozen=True)
 class Higher:
     """`better` is clearly higher than `worse` in a measure of the reward."""
@@ -104,18 +109,24 @@ class Higher:
 
 @dataclass(frozen=True)
 class NotWorse:
-    """`one` reaches `other`'s final reward within a margin. The opposite: it stays clearly below, by twice the margin."""
+    """`other` learns, and `one` reaches its final reward within a margin. The opposite: it stays clearly below, by twice that.
+
+    Beside an arm that learned nothing there is nothing to be reached.
+    """
 
     one: Key
     other: Key
     margin: float
+    gain: float
+    """What an arm has to gain over its start, in the median, to have learned."""
 
     def __call__(self, results: Results) -> Verdict:
         pairs = results.pairs(self.one, self.other)
         a, b = [x.final for x, _ in pairs], [y.final for _, y in pairs]
         differences = [x - y for x, y in zip(a, b, strict=True)]
         below = direction([-d for d in differences], 2 * self.margin) == SEEN
-        word = OPPOSITE if below else SEEN if median(differences) > -self.margin else NOT_SEEN
+        learned = has_learned([y for _, y in pairs], self.gain)
+        word = OPPOSITE if below else SEEN if learned and median(differences) > -self.margin else NOT_SEEN
         return Verdict(word, f"{self.one[1]} {spread(a)}, {self.other[1]} {spread(b)}")
 
 
@@ -132,7 +143,7 @@ class Alike:
     def __call__(self, results: Results) -> Verdict:
         pairs = results.pairs(self.one, self.other)
         differences = [a.final - b.final for a, b in pairs]
-        learned = all(median(o.final - o.start for o in side) >= self.gain for side in zip(*pairs, strict=True))
+        learned = all(has_learned(side, self.gain) for side in zip(*pairs, strict=True))
         if direction(differences, 2 * self.margin) != NOT_SEEN:
             word = OPPOSITE
         else:
@@ -143,7 +154,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class ClipsMoreAndLearns:
-    """`more` loses `times` the share of tokens that `less` loses to the clip, and ends within a margin of its reward.
+    """`more` loses `times` the share of tokens that `less` loses to the clip, learns, and ends within a margin of its reward.
 
     The opposite: it clips less, or it clips that much more and ends clearly below.
     """
@@ -152,16 +163,18 @@ class ClipsMoreAndLearns:
     less: Key
     times: float
     margin: float
+    gain: float
 
     def __call__(self, results: Results) -> Verdict:
         pairs = results.pairs(self.more, self.less)
         a, b = ([value(o, "clip_tokens") for o in side] for side in zip(*pairs, strict=True))
         ratio = median(a) / median(b) if median(b) else float("inf") if median(a) else 1.0
-        reward = NotWorse(self.more, self.less, self.margin)(results)
+        reward = NotWorse(self.more, self.less, self.margin, self.gain)(results)
         if ratio < 1 or (ratio >= self.times and reward.word == OPPOSITE):
             word = OPPOSITE
         else:
-            word = SEEN if ratio >= self.times and reward.word == SEEN else NOT_SEEN
+            learned = has_learned([x for x, _ in pairs], self.gain)
+            word = SEEN if learned and ratio >= self.times and reward.word == SEEN else NOT_SEEN
         times = "no token of the other arm clipped" if ratio == float("inf") else f"{ratio:.0f} times"
         clipped = f"tokens clipped: {self.more[1]} {spread(a, '.2%')}, {self.less[1]} {spread(b, '.3%')}, {times}"
         return Verdict(word, f"{clipped}; final reward {reward.numbers}")

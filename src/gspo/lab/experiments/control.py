@@ -6,13 +6,14 @@ from gspo.lab.experiment import Experiment, Finding, Protocol
 from gspo.lab.experiments.pinned import (
     CLOSE,
     FAST,
+    GAIN,
     GRPO,
     GRPO_ROW,
     GSPO,
     GSPO_ROW,
     SIZED,
     SIZED_ROW,
-    WHY_CLOSE,
+    WHY_LEARN,
     arm,
 )
 from gspo.lab.rules import Alike, ClipsMoreAndLearns
@@ -30,14 +31,14 @@ CONTROL = Experiment(
         Finding(
             "In full precision, with a sane learning rate and four updates a step, GRPO and GSPO reach the same reward.",
             "lab",
-            f"{WHY_CLOSE}; an arm that gained less than .20 has not learned",
-            Alike((_FP32, GSPO), (_FP32, GRPO), margin=CLOSE, gain=0.20),
+            WHY_LEARN,
+            Alike((_FP32, GSPO), (_FP32, GRPO), margin=CLOSE, gain=GAIN),
         ),
         Finding(
             "At three times that learning rate they still do.",
             "lab",
-            f"{WHY_CLOSE}; an arm that gained less than .20 has not learned",
-            Alike((_FP32_FAST, GSPO), (_FP32_FAST, GRPO), margin=CLOSE, gain=0.20),
+            WHY_LEARN,
+            Alike((_FP32_FAST, GSPO), (_FP32_FAST, GRPO), margin=CLOSE, gain=GAIN),
             full_only=True,
         ),
     ),
@@ -61,8 +62,8 @@ CLIP_FRACTION = Experiment(
         Finding(
             "GSPO clips over a hundred times as many tokens as GRPO and learns as well.",
             "paper, section 5.2, figure 2",
-            f"two orders of magnitude are the paper's words. {WHY_CLOSE}",
-            ClipsMoreAndLearns((_FP32, GSPO), (_FP32, GRPO), times=100, margin=CLOSE),
+            f"two orders of magnitude are the paper's words; {WHY_LEARN}",
+            ClipsMoreAndLearns((_FP32, GSPO), (_FP32, GRPO), times=100, margin=CLOSE, gain=GAIN),
         ),
     ),
     quick=Protocol(_PLAIN_ARMS, seeds=1),

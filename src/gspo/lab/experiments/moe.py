@@ -6,6 +6,7 @@ from gspo.lab.experiment import Arm, Experiment, Finding, Protocol
 from gspo.lab.experiments.pinned import (
     CLOSE,
     FAST,
+    GAIN,
     GRPO,
     GRPO_ROW,
     GSPO,
@@ -13,6 +14,7 @@ from gspo.lab.experiments.pinned import (
     SIZED,
     SIZED_ROW,
     WHY_CLOSE,
+    WHY_LEARN,
     Keys,
     arm,
 )
@@ -56,8 +58,8 @@ MOE = Experiment(
         Finding(
             "GSPO without replay does as well as GRPO with it.",
             "paper, section 5.3",
-            WHY_CLOSE,
-            NotWorse((_MOE, GSPO), (_MOE, _R2), CLOSE),
+            WHY_LEARN,
+            NotWorse((_MOE, GSPO), (_MOE, _R2), CLOSE, GAIN),
         ),
         Finding(
             "About 10 % of the expert sets change from the old policy to the new.",

@@ -21,7 +21,9 @@ Keys = dict[str, Any]
 _SPREAD = "final rewards of the prototype's arms spread by about .03 over seeds"
 CLOSE = 0.05
 APART = 0.10
+GAIN = 0.10
 WHY_CLOSE = f"{_SPREAD}; a difference of .05 in the median, with the same sign under every seed, is more than that"
+WHY_LEARN = f"{WHY_CLOSE}; an arm that gains less than .10 has not learned"
 WHY_APART = f"{_SPREAD}; .10 is three times that"
 
 # Every setting that a result hangs on is pinned here, also where it is the default.
