@@ -94,6 +94,7 @@ def test_every_fault_is_told_at_once(recipe):
         ("steps", ["'steps'", "key=value"]),
         ("algorithm=gspoo", ["gspoo", "did you mean 'gspo'", "grpo"]),
         ("algorithm.aggregation=token_mean", ["aggregation=sequence_mean"]),
+        ("algorithm.clip_low=wide", ["algorithm.clip_low: input should be a valid number", "'wide'"]),
     ],
 )
 def test_wrong_values_are_refused(word, parts):

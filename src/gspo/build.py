@@ -80,7 +80,7 @@ def build(
         engine=engine,
         learner=learner,
         objective=policy_objective(run.algorithm),
-        journal=Journal(folder, run.algorithm, run.sampling.max_new_tokens, after=progress.step),
+        journal=Journal(folder, run.sampling.max_new_tokens, after=progress.step),
         store=checkpoints,
         console=console,
         progress=progress,

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gspo.algorithms.bands import sized
 from gspo.batch import Batch, Batches, make_batches
 from gspo.config import Run
 from gspo.console import Console
@@ -26,11 +27,12 @@ from gspo.errors import OutOfMemoryError, RunError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
-from gspo.learner import Learner, Objective
+from gspo.learner import Learner, Objective, policy_objective
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
+from gspo.presets import Algorithm
 from gspo.rollout import rollout
-from gspo.stats import Parity, UpdateStats
+from gspo.stats import Parity, UpdateStats, rollout_log_ratio
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.types import Group
@@ -56,10 +58,15 @@ class Job:
     """Groups sampled for the steps to come, the next one first."""
     stopped_by: signal.Signals | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
+    _row: Algorithm = field(init=False)
+    """The run's row, its band sized for the step at hand."""
     _skipped: int = 0
     _oversize: int = 0
     _saved: int | None = None
     _start: dict[str, Evaluation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._row = self.run.algorithm
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do, 1-based; ends early after a signal, when the step at hand is complete."""
@@ -121,7 +128,11 @@ class Job:
         with self._timed("old"):
             batches = self._batches(groups)
             self._skipped = batches.skipped * self.run.algorithm.epochs
-            return self.learner.annotate(batches)
+            annotated = self.learner.annotate(batches)
+            if self.run.algorithm.sizes_band:
+                self._row = sized(self.run.algorithm, rollout_log_ratio(annotated))
+                self.objective = policy_objective(self._row)
+            return annotated
 
     def _update(self, batch: Batch) -> UpdateStats:
         with self._timed("update"):
@@ -157,6 +168,7 @@ class Job:
         evaluations = self._evaluations(step)
         outcome = StepOutcome(
             step=step,
+            row=self._row,
             groups=groups,
             batches=batches,
             skipped=self._skipped,

@@ -36,6 +36,8 @@ class StepOutcome:
     """All that a step produced."""
 
     step: int
+    row: Algorithm
+    """With the band that was used; auto if no update was made."""
     groups: Sequence[Group]
     batches: Sequence[Batch]
     skipped: int
@@ -50,12 +52,12 @@ class StepOutcome:
 class Journal:
     """Writer of `journal.jsonl` and `rollouts/` in the folder of a run."""
 
-    def __init__(self, folder: Path, row: Algorithm, max_new_tokens: int, *, after: int = 0) -> None:
+    def __init__(self, folder: Path, max_new_tokens: int, *, after: int = 0) -> None:
         """Go on after step `after`: later lines and files, from a run that was cut off, are set aside, never deleted."""
         self._path = folder / "journal.jsonl"
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
-        self._row, self._max_new_tokens = row, max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._set_aside(after)
         lines = read(self._path)
         self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
@@ -68,7 +70,7 @@ class Journal:
             raise RunError(f"{self._path.parent}: step {outcome.step} could not be written: {error}") from error
 
     def _record(self, outcome: StepOutcome) -> Metrics:
-        metrics = step_metrics(outcome, self._row)
+        metrics = step_metrics(outcome)
         self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
         metrics["groups/steps_without_signal"] = self._without_signal
         metrics["max_new_tokens"] = self._max_new_tokens
@@ -129,18 +131,18 @@ def read(path: Path) -> list[Metrics]:
         raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
 
 
-def step_metrics(outcome: StepOutcome, row: Algorithm) -> Metrics:
+def step_metrics(outcome: StepOutcome) -> Metrics:
     """The numbers of a step under their journal keys; None where there was nothing to measure."""
     metrics: Metrics = {"format": FORMAT, "step": outcome.step, "version": outcome.step}
-    metrics |= _group_metrics(outcome.groups, row)
+    metrics |= _group_metrics(outcome.groups, outcome.row)
     metrics |= _rollout_metrics([r for group in outcome.groups for r in group.rollouts])
     metrics |= _update_metrics(outcome)
-    metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), row)
+    metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), outcome.row)
     metrics |= _staleness_metrics(outcome)
     # Parity compares engine and trainer at the same weights: the trainer no longer has those of a stale answer.
     fresh = metrics["staleness/max"] == 0
     metrics |= _parity_metrics(sum((u.parity for u in outcome.updates if fresh), Parity()))
-    metrics |= _routing_metrics(outcome.updates, row)
+    metrics |= _routing_metrics(outcome.updates, outcome.row)
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
     tokens = metrics["tokens/sampled"]
@@ -206,7 +208,8 @@ def _update_metrics(outcome: StepOutcome) -> Metrics:
 
 
 def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
-    band = min(row.clip_low, row.clip_high) if row.clip_low is not None and row.clip_high is not None else None
+    edges = [edge for edge in (row.clip_low, row.clip_high) if isinstance(edge, float)]
+    band = min(edges, default=None)
     spread = tally.std_log_ratio_rows if row.ratio.startswith("sequence") else tally.std_log_ratio_tokens
     return {
         "ratio": row.ratio,

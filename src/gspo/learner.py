@@ -157,9 +157,10 @@ class Learner:
         row = self.row
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
         replays_old = row.routing == "old" and self._routers is not None
-        # The loads of the experts have to be known before the first micro-batch.
         again = update > 0 or row.epochs > 1
-        return (again and (reads_old or replays_old)) or (row.load_balance > 0 and self._routers is not None)
+        # The mismatch that a band is sized from, and the loads of the experts, are known before the first micro-batch.
+        before = row.sizes_band or (row.load_balance > 0 and self._routers is not None)
+        return before or (again and (reads_old or replays_old))
 
     # -------------------------------------------------------------------------- one update
 

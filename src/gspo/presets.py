@@ -7,11 +7,13 @@ In: a name and the keys a user sets. Out: an `Algorithm`. `config.py` calls `res
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from gspo.errors import InputError
+
+Edge = Annotated[float, Field(ge=0)] | Literal["auto"] | None
 
 
 class Algorithm(BaseModel):
@@ -42,10 +44,10 @@ class Algorithm(BaseModel):
     advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_mean_std", "group_mean_batch_std", "gae"]
     """Baseline and scale of the reward."""
 
-    clip_low: float | None = Field(default=None, ge=0)
-    """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo)."""
-    clip_high: float | None = Field(default=None, ge=0)
-    """Upper edge of the gate, in the units of `clip_low`."""
+    clip_low: Edge = None
+    """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo). auto: both edges from each step's distance between engine and trainer, with anchor=rollout and a clipped sequence ratio."""
+    clip_high: Edge = None
+    """Upper edge of the gate, in the units of `clip_low`; auto with it."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Gate clip: bound on the ratio where the advantage is negative (arXiv 1912.09729); off unless set."""
     weight_cap: float | None = Field(default=None, gt=0)
@@ -113,6 +115,7 @@ class Algorithm(BaseModel):
     def _check(self) -> Self:
         _check_name(self)
         _check_gate(self)
+        _check_auto(self)
         _check_kl(self)
         _check_correction(self)
         if self.length_constant is not None and self.aggregation != "constant":
@@ -122,6 +125,11 @@ class Algorithm(BaseModel):
                 f"advantage_ddof and advantage_epsilon have no effect with advantage={self.advantage}, which divides by no deviation"
             )
         return self
+
+    @property
+    def sizes_band(self) -> bool:
+        """True if the band is sized at each step, from the distance between engine and trainer before any update."""
+        return self.clip_low == "auto"
 
     @property
     def needs_reference(self) -> bool:
@@ -170,6 +178,23 @@ def _check_gate(row: Algorithm) -> None:
     numbers = _SOFT_NUMBERS.get(row.gate)
     if numbers and not len(row.soft_positive or ()) == len(row.soft_negative or ()) == numbers:
         raise ValueError(f"gate={row.gate} needs {numbers} number(s) in each of soft_positive and soft_negative")
+
+
+def _check_auto(row: Algorithm) -> None:
+    edges = (row.clip_low, row.clip_high)
+    if "auto" not in edges:
+        return
+    if edges != ("auto", "auto"):
+        raise ValueError("clip_low=auto and clip_high=auto go together: one measurement sizes both")
+    if row.gate != "clip" or row.ratio not in ("sequence", "sequence_token"):
+        raise ValueError(
+            f"clip_low=auto sizes the band of a clipped sequence ratio, not that of gate={row.gate} with ratio={row.ratio}: give it numbers"
+        )
+    if row.anchor == "old":
+        raise ValueError(
+            "clip_low=auto sizes the band from the distance between engine and trainer, which anchor=old keeps out of the ratio: "
+            "give it numbers, or set anchor=rollout"
+        )
 
 
 def _check_kl(row: Algorithm) -> None:
@@ -327,12 +352,13 @@ def advice(row: Algorithm) -> list[str]:
             "updates_per_step=1: each answer is used once, before the weights change, so every importance ratio is exactly 1, "
             "clipping is inactive, and GSPO equals GRPO."
         )
-    if sequence and row.gate == "clip" and max(row.clip_low or 0, row.clip_high or 0) >= 0.1:
+    edges = [edge for edge in (row.clip_low, row.clip_high) if isinstance(edge, float)]
+    if sequence and row.gate == "clip" and max(edges, default=0) >= 0.1:
         said.append(
             f"clip {row.clip_low:g}/{row.clip_high:g} on a sequence ratio practically never binds: the ratio is a geometric mean over the answer, "
             "and the paper's band is 0.0003/0.0004. Expect a clip share near 0 and no trust region."
         )
-    if sequence and row.gate == "clip" and row.anchor == "rollout":
+    if sequence and row.gate == "clip" and row.anchor == "rollout" and not row.sizes_band:
         said.append(
             "anchor=rollout: the mismatch between engine and trainer enters the ratio; if parity/signed exceeds a third of the clip band, "
             "answers with a negative advantage are clipped before any update. anchor=old avoids it."

@@ -133,7 +133,7 @@ def _parse(key: str, word: str) -> Any:
 
 
 def _explain(error: Any) -> str:
-    path = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
+    path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{_suggest(path)}"

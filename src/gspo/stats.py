@@ -5,8 +5,10 @@ Letters: N trained tokens, S sequences of a micro-batch, T tokens the model sees
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gspo.algorithms.losses import Tally
@@ -127,3 +129,13 @@ def parity_of(logprob_N: Tensor, batch: Batch, micro: Microbatch) -> Parity:
         signed=float(gap_S.sum()),
         sequences=micro.sequences,
     )
+
+
+def rollout_log_ratio(batches: Sequence[Batch]) -> Tensor:
+    """[S of all updates] mean over each answer of old minus rollout log-probability: its log ratio before any update."""
+    parts = []
+    for batch in batches:
+        assert batch.old_logprob_N is not None
+        gap_N = batch.old_logprob_N - batch.rollout_logprob_N
+        parts.append(segment_mean(gap_N, batch.sequence_N, len(batch.length_S)))
+    return torch.cat(parts) if parts else torch.zeros(0)

@@ -50,8 +50,8 @@ Gate = Callable[[Tensor, PolicyInputs, Algorithm], tuple[Tensor, Tensor]]
 
 
 def _edges(row: Algorithm) -> tuple[float, float]:
-    assert row.clip_low is not None
-    assert row.clip_high is not None
+    assert isinstance(row.clip_low, float), "bands.sized comes first"
+    assert isinstance(row.clip_high, float)
     return row.clip_low, row.clip_high
 
 
