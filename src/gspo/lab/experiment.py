@@ -10,7 +10,8 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,13 @@ class Arm:
         return settings.load(self.recipe, [*self.words, f"seed={seed}"])
 
 
+@cache
+def shipped_sha256(model: str) -> str | None:
+    """Of the weights of a built-in model that ships with the package; None for other models, whose name says all."""
+    file = resources.files("gspo.models") / "weights" / model / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
 @dataclass(frozen=True)
 class Trial:
     """An arm under a seed: what one process runs."""
@@ -56,9 +64,11 @@ class Trial:
 
     @cached_property
     def id(self) -> str:
-        """Name of its files: two arms with the same settings, program and version are the same trial."""
+        """Name of its files: two arms with the same settings, weights, program and version are the same trial."""
         described = {**settings.dump(self.run), "dir": None}
-        text = json.dumps([described, self.arm.program, __version__], sort_keys=True)
+        text = json.dumps(
+            [described, shipped_sha256(self.run.model.name), self.arm.program, __version__], sort_keys=True
+        )
         source = self.run.data.source.replace(":", "")
         return f"{self.run.algorithm.name}-{source}-s{self.seed}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
