@@ -24,7 +24,7 @@ def _one_thread() -> None:
 @pytest.fixture
 def policy() -> Policy:
     """A two-layer Llama in float64, built in memory."""
-    policy = load_policy(config.Model(name="tiny-dense", dtype="float64"))
+    policy = load_policy(config.Model(name="random-dense", dtype="float64"))
     norms.in_float64(policy.model)
     return policy
 

@@ -37,8 +37,8 @@ class Noise(TorchFunctionMode):
 
 
 def moe(dtype: str = "float64", **keys: Any) -> Policy:
-    """tiny-moe with weights ten times as large, so that it matters which experts a token sees."""
-    policy = load_policy(config.Model(name="tiny-moe", dtype=dtype, **keys))  # type: ignore[arg-type]
+    """random-moe with weights ten times as large, so that it matters which experts a token sees."""
+    policy = load_policy(config.Model(name="random-moe", dtype=dtype, **keys))  # type: ignore[arg-type]
     with torch.no_grad():
         for p in policy.model.parameters():
             if p.ndim > 1:

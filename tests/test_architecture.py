@@ -12,13 +12,15 @@ import pytest
 
 import gspo
 from gspo import settings
+from gspo.config import Run, Sft
 
 PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "config", "settings", "machine", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs", "job", "build", "loop", "lab", "cli",
+    "errors", "types", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
+    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
+    "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")
@@ -75,13 +77,7 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["-c", "import gspo"],
-        ["-m", "gspo.cli", "--help"],
-        ["-m", "gspo.cli", "train", "--help"],
-        ["-m", "gspo.cli", "lab", "--list"],
-    ],
+    "words", [["-c", "import gspo"], *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"]))]
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:
     """vllm, flash-attn, ray and wandb are not installed here either: huggingface/trl#4617, #3304."""
@@ -101,6 +97,7 @@ def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> No
 
 
 def test_every_key_has_a_doc_line_and_there_are_few() -> None:
-    keys = list(settings.fields())
-    assert len(keys) <= 80
-    assert not [name for name, doc in keys if not doc]
+    for kind in (Run, Sft):
+        keys = list(settings.fields(kind))
+        assert len(keys) <= 80
+        assert not [name for name, doc in keys if not doc]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from experts import MODES, ROW, learner_of, moe, sampled
+from gspo.balance import load
 from gspo.batch import make_batches
 from gspo.learner import policy_objective
 from gspo.models.attention import Packed
@@ -41,7 +42,7 @@ def test_it_is_the_formula_of_transformers_in_each_layer() -> None:
     (batch,) = make_batches(groups, ROW.model_copy(update={"updates_per_step": 1}), 10_000)
     routers = routers_of(policy.model)
     assert routers is not None
-    routing, (micro,) = Routing(routers), batch.plan
+    routing, (micro,) = Routing(routers, with_logits=True), batch.plan
     trained_logprobs(
         policy.model,
         tokens_T=batch.tokens_T,
@@ -77,10 +78,18 @@ def test_the_cut_does_not_change_it(mode: str) -> None:
             torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_the_load_is_that_of_the_experts_in_use() -> None:
-    groups = sampled(moe(), noise=1.0)
-    off, rollout = (balanced(groups, mode, 10_000)[1].imbalance for mode in ("off", "rollout"))
-    assert off != pytest.approx(rollout, rel=1e-3)
+@pytest.mark.parametrize(("mode", "source"), [("off", "old"), ("old", "old"), ("rollout", "rollout")])
+def test_the_load_is_that_of_the_experts_in_use(mode: str, source: str) -> None:
+    policy = moe()
+    learner = learner_of(policy, mode, ROW.model_copy(update={"updates_per_step": 1, "load_balance": 0.5}))
+    (batch,) = learner.annotate(make_batches(sampled(moe(), noise=1.0), learner.row, 10_000))
+    assert batch.old_routes_TLK is not None
+    assert batch.rollout_routes_TLK is not None
+    routes_TLK = {"old": batch.old_routes_TLK, "rollout": batch.rollout_routes_TLK}[source].long()
+    assert not torch.equal(batch.old_routes_TLK, batch.rollout_routes_TLK)
+    found = load(routers_of(policy.model), learner.row, batch)
+    counts = [torch.bincount(routes_TLK[:, layer].flatten(), minlength=4) for layer in range(2)]
+    torch.testing.assert_close(found, torch.stack(counts) / len(routes_TLK))
 
 
 def test_activations_computed_again_give_the_same() -> None:

@@ -102,7 +102,7 @@ def test_an_unknown_row_is_bad_input() -> None:
 def test_a_peer_that_is_not_installed_is_bad_input() -> None:
     program = (
         "import sys; sys.path.insert(0, 'benchmarks'); import pathlib, runner, race; "
-        "runner.PEERS = pathlib.Path('nowhere'); sys.argv[1:] = ['step', '--tiny', '--model', 'tiny-dense']; race.main()"
+        "runner.PEERS = pathlib.Path('nowhere'); sys.argv[1:] = ['step', '--tiny', '--model', 'random-dense']; race.main()"
     )
     done = command("-c", program)
     assert done.returncode == 2
@@ -110,7 +110,7 @@ def test_a_peer_that_is_not_installed_is_bad_input() -> None:
 
 
 def test_one_row_end_to_end_without_its_peer(made: Path) -> None:
-    words = ("rollout-hf", "--no-peer", "--model", "tiny-dense", "--tiny", "--repeats", "1", "--out", str(made))
+    words = ("rollout-hf", "--no-peer", "--model", "random-dense", "--tiny", "--repeats", "1", "--out", str(made))
     done = race(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ratio:" not in done.stdout
@@ -128,7 +128,7 @@ def test_one_row_end_to_end_without_its_peer(made: Path) -> None:
 
 def test_every_answer_of_a_step_is_trained_on_though_rewards_agree(made: Path) -> None:
     """The worker stops by itself if a token was sampled and not trained on, or an answer is not of full length."""
-    done = race("step", "--no-peer", "--model", "tiny-dense", "--tiny", "--repeats", "1", "--out", str(made))
+    done = race("step", "--no-peer", "--model", "random-dense", "--tiny", "--repeats", "1", "--out", str(made))
     assert done.returncode == 0, done.stdout + done.stderr
     (ours,) = json.loads((made / "step.json").read_text())["sides"]
     (run,) = ours["runs"]

@@ -42,7 +42,9 @@ BAD_WORDS = [
     (["reward=nonsense"], ["nonsense"]),
     (["reward=judge.py:f"], ["judge.py"]),
     (["model=./no/such/folder"], ["./no/such/folder"]),
-    (["data.low=9", "data.high=1"], ["low"]),
+    (["data=addition:9-1"], ["addition:9-1", "larger"]),
+    (["data=sort:many"], ["sort:many", "sort:N"]),
+    (["data=srot:8"], ["srot:8", "did you mean 'sort:8'"]),
     (["data.max_prompt_tokens=8"], ["max_prompt_tokens", "row 0"]),
     (["model.device=cuda:9"], ["model.device=cuda:9"]),
 ]

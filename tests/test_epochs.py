@@ -69,7 +69,7 @@ def test_every_pass_has_the_ratio_to_the_policy_before_the_step(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("model", ["random-dense", "random-moe"])
 def test_the_first_update_of_the_first_pass_has_a_ratio_of_exactly_one(model: str, dtype: str, tmp_path: Path) -> None:
     """Its old log-probabilities come from a pass of their own, which has to give the very numbers of the training pass."""
     words = (f"model.name={model}", f"model.dtype={dtype}", "algorithm.updates_per_step=2", "algorithm.epochs=2")

@@ -153,7 +153,7 @@ def test_memory_that_ends_between_two_micro_batches_leaves_no_gradient_behind(po
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_unchanged_policy_has_a_ratio_of_exactly_one(dtype: str, sampled: Sampled) -> None:
-    policy = load_policy(config.Model(name="tiny-dense", dtype=dtype))  # type: ignore[arg-type]
+    policy = load_policy(config.Model(name="random-dense", dtype=dtype))  # type: ignore[arg-type]
     row = PRESETS["gspo"].model_copy(update={"updates_per_step": 2})
     learner = make(policy, row)
     second = learner.annotate(make_batches(sampled(policy), row, 64))[1]
@@ -176,7 +176,7 @@ def test_the_engine_and_the_trainer_agree_on_what_was_sampled(policy: Policy, sa
     row = PRESETS["gspo"]
     groups = sampled(policy, temperature=0.6)
     for temperature, agrees in ((0.6, True), (1.0, False)):
-        learner = make(load_policy(config.Model(name="tiny-dense", dtype="float64")), row, temperature=temperature)
+        learner = make(load_policy(config.Model(name="random-dense", dtype="float64")), row, temperature=temperature)
         parity = run_step(learner, groups, row)[0].parity.largest
         assert (parity < 1e-4) is agrees
 
@@ -190,7 +190,7 @@ def test_parity_covers_the_tokens_of_all_updates(policy: Policy, sampled: Sample
 
 def test_small_updates_are_kept_in_the_masters() -> None:
     """areal-project/AReaL#1634: in bfloat16 a weight of 1.0 never moves by 1e-4."""
-    policy = load_policy(config.Model(name="tiny-dense", dtype="bfloat16"))
+    policy = load_policy(config.Model(name="random-dense", dtype="bfloat16"))
     learner = make(policy, PRESETS["gspo"], max_new_tokens=4)
     name = next(name for name in learner.masters if name.endswith("norm.weight"))
     learner.settings = config.Optimizer(learning_rate=1e-4, max_grad_norm=None)
@@ -247,7 +247,7 @@ def kl_row(**keys: object) -> Algorithm:
 def test_the_kl_from_the_reference_is_zero_at_the_start(
     where: dict[str, object], policy: Policy, sampled: Sampled
 ) -> None:
-    reference = load_policy(config.Model(name="tiny-dense", dtype="float64")).model.requires_grad_(False)
+    reference = load_policy(config.Model(name="random-dense", dtype="float64")).model.requires_grad_(False)
     row = kl_row(kl_coefficient=0.1, **where)
     groups = sampled(policy)
     learner = make(policy, row, reference=reference)
@@ -258,7 +258,7 @@ def test_the_kl_from_the_reference_is_zero_at_the_start(
 
 
 def test_kl_in_the_reward_is_taken_off_before_the_baseline(policy: Policy, sampled: Sampled) -> None:
-    other = load_policy(config.Model(name="tiny-dense", dtype="float64")).model.requires_grad_(False)
+    other = load_policy(config.Model(name="random-dense", dtype="float64")).model.requires_grad_(False)
     with torch.no_grad():
         other.model.embed_tokens.weight.mul_(1.5)
     groups = sampled(policy)

@@ -27,7 +27,7 @@ def rise(folder: Path, seed: int, algorithm: Any, steps: int = 12) -> float:
         steps=steps,
         seed=seed,
         threads=1,
-        model={"name": "tiny-dense", "dtype": "float32"},
+        model={"name": "random-dense", "dtype": "float32"},
         optimizer={"learning_rate": 3e-3},
         eval={"every": 0},
     )

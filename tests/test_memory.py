@@ -40,7 +40,7 @@ def tight(self, batch, objective):
 if headroom:
     Learner.update = tight
 gspo.train("tiny", data=rows, reward=lambda completion: len(completion) % 3, dir=folder, steps=1, group_size=8, threads=1,
-           model={"name": "tiny-dense", "dtype": "float64"}, max_tokens_per_microbatch=20000, prompts_per_step=4,
+           model={"name": "random-dense", "dtype": "float64"}, max_tokens_per_microbatch=20000, prompts_per_step=4,
            sampling={"max_new_tokens": 150}, eval={"every": 0}, algorithm={"name": "gspo", "updates_per_step": 2})
 """
 

@@ -123,7 +123,7 @@ def test_a_signal_before_the_first_step_leaves_something_to_resume(tmp_path: Pat
     import signal
 
     job = build(settings.load("tiny", [f"dir={tmp_path / 'run'}", "steps=2", "threads=1"]))
-    job.stopped_by = signal.SIGTERM
+    job.stop.by = signal.SIGTERM
     result = loop(job)
     assert (result.step, result.exit_code) == (0, 143)
     assert gspo.train(resume=tmp_path / "run").step == 2

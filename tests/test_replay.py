@@ -290,7 +290,7 @@ def test_experts_that_were_not_recorded_or_are_of_another_model_are_refused() ->
 
 def run(folder: Path, algorithm: str, steps: int = 2, **keys: Any) -> list[dict[str, Any]]:
     fixed: dict[str, Any] = dict(prompts_per_step=4, group_size=4, threads=1, reward=digits, eval={"every": 0})
-    model = {"name": "tiny-moe", "dtype": "float32"}
+    model = {"name": "random-moe", "dtype": "float32"}
     algorithms = {"name": algorithm, **keys}
     gspo.train("tiny", dir=folder, steps=steps, model=model, algorithm=algorithms, **fixed)
     return journal(folder)
@@ -344,7 +344,7 @@ def test_the_words_of_the_command_line(tmp_path: Path) -> None:
 
 def test_replay_without_experts_is_refused_and_a_default_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"algorithm.routing=old has no effect with model=tiny-dense, which has no experts"
+        InputError, match=r"algorithm.routing=old has no effect with model=random-dense, which has no experts"
     ):
         build(settings.load("tiny", [f"dir={tmp_path / 'a'}", "threads=1", "algorithm.routing=old"]))
     build(settings.load("tiny", [f"dir={tmp_path / 'b'}", "threads=1", "algorithm=grpo"]))
@@ -353,7 +353,7 @@ def test_replay_without_experts_is_refused_and_a_default_says_nothing(tmp_path: 
 def test_a_load_is_balanced_only_on_demand_and_needs_experts(tmp_path: Path) -> None:
     assert all(line["routing/imbalance"] >= 2 for line in run(tmp_path / "set", "gspo", load_balance=0.01))
     assert all(line["routing/imbalance"] is None for line in run(tmp_path / "unset", "gspo"))
-    with pytest.raises(InputError, match=r"algorithm.load_balance=0.01 has no effect with model=tiny-dense"):
+    with pytest.raises(InputError, match=r"algorithm.load_balance=0.01 has no effect with model=random-dense"):
         build(settings.load("tiny", [f"dir={tmp_path / 'a'}", "threads=1", "algorithm.load_balance=0.01"]))
 
 

@@ -48,7 +48,7 @@ def rollouts(folder: Path, step: int) -> list[Line]:
 
 
 def test_a_run_leaves_what_others_can_read(tmp_path: Path) -> None:
-    result = tiny(tmp_path / "run", model={"name": "tiny-dense", "dtype": "float32"})
+    result = tiny(tmp_path / "run", model={"name": "random-dense", "dtype": "float32"})
     folder = result.folder
     lines = journal(folder)
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -97,7 +97,7 @@ def test_a_rollout_file_holds_every_answer_with_its_numbers(tmp_path: Path) -> N
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(dtype: str, tmp_path: Path) -> None:
     """NVIDIA-NeMo/RL#3171, huggingface/open-r1#450: moments, schedule or data position lost on resume."""
     keys: dict[str, Any] = dict(
-        model={"name": "tiny-dense", "dtype": dtype},
+        model={"name": "random-dense", "dtype": dtype},
         steps=6,
         optimizer={"learning_rate": 3e-3, "schedule": "linear", "warmup_updates": 3},
         checkpoint={"every": 2, "keep": 3},
@@ -197,7 +197,7 @@ def test_one_update_a_step_is_said_to_make_clipping_inactive(
         tiny(
             tmp_path / name,
             algorithm={"name": name, "updates_per_step": 1},
-            model={"name": "tiny-dense", "dtype": "float64"},
+            model={"name": "random-dense", "dtype": "float64"},
         )
         for name in ("gspo", "grpo")
     )

@@ -104,19 +104,19 @@ def test_wrong_values_are_refused(word, parts):
 
 def test_a_bare_value_replaces_its_section(recipe):
     path = recipe(
-        "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: regex, pattern: '7'}\nmodel: tiny-dense\ndata: rows.jsonl\n"
+        "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: regex, pattern: '7'}\nmodel: random-dense\ndata: rows.jsonl\n"
     )
     run = settings.load(path)
     assert (run.algorithm.clip_low, run.reward.pattern, run.model.name, run.data.source) == (
         0.001,
         "7",
-        "tiny-dense",
+        "random-dense",
         "rows.jsonl",
     )
     run = settings.load(path, ["algorithm=grpo", "reward=number", "model.dtype=float64", "data.limit=5"])
     assert run.algorithm == presets.PRESETS["grpo"]
     assert run.reward == config.RewardRule()
-    assert run.model == config.Model(name="tiny-dense", dtype="float64")
+    assert run.model == config.Model(name="random-dense", dtype="float64")
     assert run.data == config.Data(source="rows.jsonl", limit=5)
 
 
@@ -237,11 +237,6 @@ def test_a_switch_is_no_number():
 def test_the_nearest_name_is_the_one_that_was_meant(word, near):
     with pytest.raises(InputError, match=f"did you mean {near}"):
         settings.load(None, [word])
-
-
-def test_a_key_of_a_task_is_refused_beside_a_file():
-    with pytest.raises(InputError, match=r"low belongs to the task addition and has no effect with source=rows\.jsonl"):
-        settings.load(None, ["data=rows.jsonl", "data.low=3"])
 
 
 @pytest.mark.parametrize(

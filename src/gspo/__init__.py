@@ -57,6 +57,7 @@ def train(
 
     from gspo import settings
     from gspo.build import build, resumed_run
+    from gspo.config import Run
     from gspo.inputs import FROM_PYTHON
     from gspo.loop import train as loop
 
@@ -68,7 +69,7 @@ def train(
     reward = keys.pop("reward", None)
     if isinstance(data, str | Mapping):
         keys["data"] = data  # which is refused: only rows can be given again
-    run = resumed_run(folder, [f"{k}={v}" for k, v in keys.items()])
+    run = resumed_run(Run, folder, [f"{k}={v}" for k, v in keys.items()])
     if reward is not None:
         run = settings.check({**settings.dump(run), "reward": reward}, where=str(folder))
     return loop(build(run, rows=rows, eval_rows=eval_data, resume=folder))

@@ -178,10 +178,38 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     if not any(counted[i] for i in packed):
         return None
     of_group = [list(part) for _, part in groupby(packed, key=lambda i: judged[i][0].ordinal)]
+    trees = _planted([(judged[part[0]][0], [judged[i][1] for i in part]) for part in of_group])
+    reward_R = torch.tensor([_value(r) for _, r in judged], dtype=torch.float64)
+    return _laid(trees, max_tokens, judged, packed=packed, counted=counted, reward_R=reward_R)
+
+
+def answers_batch(groups: Sequence[Group], max_tokens_per_microbatch: int) -> Batch:
+    """One update on every answer of `groups`, whatever it is worth; `reward_R` is zeros. Each answer has policy tokens."""
+    given = [(g, r) for g in groups for r in g.rollouts]
+    reward_R = torch.zeros(len(given), dtype=torch.float64)
+    trees = _planted([(g, list(g.rollouts)) for g in groups])
+    everyone, all_count = list(range(len(given))), [True] * len(given)
+    return _laid(trees, max_tokens_per_microbatch, given, packed=everyone, counted=all_count, reward_R=reward_R)
+
+
+def _planted(answered: Sequence[tuple[Group, list[Rollout]]]) -> list[Tree]:
+    """The trees of an update, each knowing how many tokens stand before it."""
     trees: list[Tree] = []
-    for part in of_group:
-        home = sum(each.tokens for each in trees)
-        trees.append(tree(judged[part[0]][0], [judged[i][1] for i in part], home))
+    for group, rollouts in answered:
+        trees.append(tree(group, rollouts, sum(each.tokens for each in trees)))
+    return trees
+
+
+def _laid(
+    trees: list[Tree],
+    max_tokens: int,
+    known: list[tuple[Group, Rollout]],
+    *,
+    packed: list[int],
+    counted: list[bool],
+    reward_R: Tensor,
+) -> Batch:
+    """The batch of `trees`, which hold the answers `packed` of those `known`."""
     answers = [answer for each in trees for answer in each.answers]
     parts = list(cut(trees, max_tokens))
     rows = [lay(part) for part in parts]
@@ -198,11 +226,11 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
         rollout_S=torch.tensor(packed),
         length_S=torch.tensor(length_S),
         counted_S=torch.tensor([counted[i] for i in packed]),
-        reward_R=torch.tensor([_value(r) for _, r in judged], dtype=torch.float64),
-        group_R=torch.tensor([g.ordinal for g, _ in judged]),
-        key_R=tuple((g.ordinal, r.index, g.prompt.row) for g, r in judged),
+        reward_R=reward_R,
+        group_R=torch.tensor([g.ordinal for g, _ in known]),
+        key_R=tuple((g.ordinal, r.index, g.prompt.row) for g, r in known),
         sequences=sum(counted),
-        tokens=sum(r.policy_tokens for (_, r), c in zip(judged, counted, strict=True) if c),
+        tokens=sum(r.policy_tokens for (_, r), c in zip(known, counted, strict=True) if c),
         plan=_plan(parts, rows),
         rollout_routes_TLK=_routes(rows),
     )

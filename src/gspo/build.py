@@ -11,14 +11,14 @@ import platform
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
 from gspo import __version__, presets, settings, store
 from gspo.ahead import read_ahead
-from gspo.config import Model, Run
+from gspo.config import AnyRun, Model, Run, Sft
 from gspo.console import Console, plan
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
@@ -33,6 +33,8 @@ from gspo.models.routing import routers_of, unknown_router
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 
+R = TypeVar("R", Run, Sft)
+
 
 def build(
     run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None, resume: Path | None = None
@@ -42,31 +44,24 @@ def build(
     Raises:
         InputError: before any weight is read, for whatever the user can mend.
     """
-    folder = resume or _new_folder(run)
+    folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     console = Console(run.steps)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
-    if saved is not None and saved.about.get("data_sha256") != inputs.sha256:
-        raise InputError(
-            f"{resume}: the prompts are not those that the run was started with: put the data back as it was, "
-            "or start a new run"
-        )
+    require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console.say(plan(run))
     for note in (*_advice(run, inputs), *inputs.notes):
         console.say(f"note: {note}")
-    # Rounding depends on the number of threads: a resumed run keeps that of its start.
-    threads = set_threads(run.threads if saved is None else saved.about["threads"])
-    policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
-    console.say(f"{policy.announcement}; {threads} threads")
+    policy, threads = open_policy(run, saved, console)
     _require_room(policy, inputs, run)
     _require_routers(policy, run)
     learner = _learner(run, policy)
     engine = _engine(run, policy, console)
     progress = (
-        _start(run, folder, _about(policy, engine, threads, inputs))
+        start(run, folder, about(run, policy, threads, inputs.sha256) | {"sampling": engine.describe()})
         if saved is None
-        else _go_on(run, learner, saved, console)
+        else go_on(run, learner, saved, console)
     )
     engine.load(learner.weights(), version=progress.step)
     checkpoints = Store(folder, run.checkpoint.keep)
@@ -88,13 +83,33 @@ def build(
     )
 
 
-def _start(run: Run, folder: Path, about: dict[str, Any]) -> Progress:
+def require_same_data(saved: store.Saved | None, sha256: str) -> None:
+    """Raise InputError if the run to go on with was started with other data."""
+    if saved is not None and saved.about.get("data_sha256") != sha256:
+        raise InputError(
+            f"{saved.folder}: the prompts are not those that the run was started with: put the data back as it was, "
+            "or start a new run"
+        )
+
+
+def open_policy(run: AnyRun, saved: store.Saved | None, console: Console) -> tuple[Policy, int]:
+    """The policy, with the weights of the checkpoint to go on from if there is one, and the number of threads."""
+    # Rounding depends on the number of threads: a resumed run keeps that of its start.
+    threads = set_threads(run.threads if saved is None else saved.about["threads"])
+    policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
+    console.say(f"{policy.announcement}; {threads} threads")
+    return policy, threads
+
+
+def start(run: AnyRun, folder: Path, about: dict[str, Any]) -> Progress:
+    """Make the folder of a new run."""
     store.write_run(folder, run, about)
     return Progress(step=0, updates=0, position=0)
 
 
-def _go_on(run: Run, learner: Learner, saved: store.Saved, console: Console) -> Progress:
+def go_on(run: AnyRun, learner: Learner, saved: store.Saved, console: Console) -> Progress:
     """Put the learner where the checkpoint left it, and say what was restored."""
+    assert run.steps is not None
     progress = saved.progress
     learner.restore(saved.moments, progress.updates)
     console.say(
@@ -102,13 +117,13 @@ def _go_on(run: Run, learner: Learner, saved: store.Saved, console: Console) -> 
         f"position {progress.position} in the data"
         + (f", answers for {progress.ahead} steps ahead" if progress.ahead else "")
     )
-    before = store.change_steps(saved.checkpoint.parents[1], run.steps)
+    before = store.change_steps(saved.folder, run.steps)
     if before != run.steps and run.optimizer.schedule != "constant":
         console.say(
             f"note: the {run.optimizer.schedule} schedule now ends at step {run.steps} instead of {before}, "
             "so the learning rate does not follow its old course"
         )
-    if before < run.steps and run.max_staleness:
+    if before < run.steps and isinstance(run, Run) and run.max_staleness:
         console.say(
             f"note: answers had been sampled ahead for {before} steps at most, so those of the next ones are fresher than "
             f"max_staleness={run.max_staleness} allows, and the run is not that of {run.steps} steps from the start"
@@ -116,14 +131,15 @@ def _go_on(run: Run, learner: Learner, saved: store.Saved, console: Console) -> 
     return progress
 
 
-def _new_folder(run: Run) -> Path:
+def new_folder(run: AnyRun) -> Path:
+    """The folder that the run is to be in. Raises InputError if it cannot be made, or holds something."""
     folder = Path(run.dir or "runs/run")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError(f"dir={folder}: {above} is not a folder that can be written to")
     if folder.exists() and any(folder.iterdir()):
         raise InputError(
-            f"dir={folder}: there is a run in this folder. Continue it with `gspo train --resume {folder}`, or choose another dir"
+            f"dir={folder}: there is a run in this folder. Continue it with `gspo {run.command} --resume {folder}`, or choose another dir"
         )
     return folder
 
@@ -242,36 +258,41 @@ def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
     ]
 
 
-def _about(policy: Policy, engine: LocalEngine, threads: int, inputs: Inputs) -> dict[str, Any]:
+def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[str, Any]:
+    """What run.yaml says, beside the configuration, of what a run was started with."""
     source = policy.source
     return {
         "gspo": __version__,
+        "command": run.command,
         "format": store.FORMAT,
         "weights": {"name": source.name, "origin": source.origin, "sha256": source.sha256},
-        "data_sha256": inputs.sha256,
+        "data_sha256": data_sha256,
         "compute_dtype": str(policy.compute_dtype).removeprefix("torch."),
         "device": str(policy.device),
         "threads": threads,
-        "sampling": engine.describe(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }
 
 
-def resumed_run(folder: Path, words: Sequence[str]) -> Run:
+def resumed_run(kind: type[R], folder: Path, words: Sequence[str]) -> R:
     """The configuration of the run in `folder`; `steps` alone may be changed.
 
     Raises InputError if there is no such run, if a word would make it another run, or if nothing is left to do.
     """
     done = store.read_progress(store.latest(folder)).step
+    command = store.read_about(folder).get("command", Run.command)
+    if command != kind.command:
+        raise InputError(f"{folder}: a run of `gspo {command}`: continue it with `gspo {command} --resume {folder}`")
     other = [word for word in words if word.partition("=")[0] != "steps"]
     if other:
         raise InputError(
             f"--resume continues the run in {folder} as it was configured; {other[0]!r} would make it another run. "
             "Only steps can be changed"
         )
-    run = settings.load(folder / "run.yaml", [f"dir={folder}", *words])
+    run = settings.load_as(kind, folder / "run.yaml", [f"dir={folder}", *words])
+    assert run.steps is not None
     if run.steps <= done:
         raise InputError(
             f"{folder}: the run has done {done} of {run.steps} steps, so nothing is left; go on with steps=N, N above {done}"

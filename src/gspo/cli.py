@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by the commands alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -15,18 +15,20 @@ from typing import Annotated, Literal
 import typer
 
 from gspo import __version__, machine, settings
+from gspo.config import AnyRun, Run, Sft
 from gspo.errors import InputError, RunError
 
 
-def _keys_help() -> str:
+def _keys_help(kind: type[AnyRun] = Run) -> str:
     """All keys by section, from the doc lines of the configuration."""
     lines, section = [], None
-    for name, doc in settings.fields():
+    for name, doc in settings.fields(kind):
         if (head := name.rpartition(".")[0]) != section:
             section = head
             lines.append(f"\n\n**{section or 'run'}**\n")
-        choices = f" One of {', '.join(settings.choices(name))}." if settings.choices(name) else ""
-        lines.append(f"\n- {name} = {settings.default(name)}: {doc}{choices}")
+        names = settings.choices(name, kind)
+        choices = f" One of {', '.join(names)}." if names else ""
+        lines.append(f"\n- {name} = {settings.default(name, kind)}: {doc}{choices}")
     return "".join(lines).replace("<", "‹").replace(">", "›")  # markdown would take them for tags
 
 
@@ -63,28 +65,79 @@ def train(
     words: Words = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
 ) -> None:
-    words = list(words or [])
-    if resume is not None and recipe is not None:
-        words = [recipe, *words]
-    elif resume is None and (recipe is None or "=" in recipe):
-        raise InputError(
-            f"gspo train RECIPE [key=value ...]: a recipe is missing. Built-in: {', '.join(settings.recipes())}"
-        )
+    recipe, words = _checked_words(Run, recipe, words, resume)
     machine.prepare()
-    run = None if resume is not None else settings.load(recipe, words)
+    run = None if recipe is None else settings.load(recipe, words)
 
     from gspo.build import build, resumed_run
     from gspo.loop import train as loop
 
-    if resume is not None:
-        run = resumed_run(resume, words)
-    assert run is not None
+    if run is None:
+        assert resume is not None
+        run = resumed_run(Run, resume, words)
     result = loop(build(run, resume=resume))
     typer.echo(f"run folder: {result.folder}")
     if result.step < run.steps:
         typer.echo(f"stopped after step {result.step} of {run.steps}; go on with: gspo train --resume {result.folder}")
     elif result.start_reward is not None and result.last_reward is not None:
         typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
+    raise typer.Exit(result.exit_code)
+
+
+def _checked_words(
+    kind: type[AnyRun], recipe: str | None, words: list[str] | None, resume: Path | None
+) -> tuple[str | None, list[str]]:
+    """Recipe and words of a command; with --resume there is no recipe, and what stands in its place is a word."""
+    words = list(words or [])
+    if resume is not None:
+        return None, words if recipe is None else [recipe, *words]
+    if recipe is None or "=" in recipe:
+        names = ", ".join(settings.recipes(kind))
+        raise InputError(f"gspo {kind.command} RECIPE [key=value ...]: a recipe is missing. Built-in: {names}")
+    return recipe, words
+
+
+@app.command(
+    epilog=_keys_help(Sft),
+    help=f"""Fine-tune a model on given answers, with the loss on the tokens of the answers.
+
+    gspo sft tiny-dense
+
+    gspo sft pairs.yaml model=./my-model data=pairs.jsonl dir=runs/mine
+
+    gspo sft --resume runs/mine
+
+Settings are written key=value and laid over the recipe, as in `gspo train`.
+Built-in recipes: {", ".join(settings.recipes(Sft))}.
+""",
+)
+def sft(
+    recipe: Annotated[str | None, typer.Argument(help="YAML file or built-in recipe.", show_default=False)] = None,
+    words: Words = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
+) -> None:
+    recipe, words = _checked_words(Sft, recipe, words, resume)
+    machine.prepare()
+    run = None if recipe is None else settings.load_as(Sft, recipe, words)
+
+    from gspo.build import resumed_run
+    from gspo.stages.sft import tune
+    from gspo.stages.sft_build import build
+
+    if run is None:
+        assert resume is not None
+        run = resumed_run(Sft, resume, words)
+    job = build(run, resume=resume)
+    result = tune(job)
+    typer.echo(f"run folder: {result.folder}")
+    if result.step < job.steps_in_all:
+        where = f"step {result.step} of {job.steps_in_all}"
+        typer.echo(f"stopped after {where}; go on with: gspo sft --resume {result.folder}")
+    else:
+        for name, key, form in (("held-out loss", "loss", ".4f"), ("held-out accuracy", "reward", ".3f")):
+            before, after = result.start[key], result.last[key]
+            if before is not None and after is not None:
+                typer.echo(f"{name}: {before:{form}} -> {after:{form}}")
     raise typer.Exit(result.exit_code)
 
 

@@ -50,7 +50,7 @@ class Model(Section):
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4, tiny-dense, tiny-moe."""
+    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -70,7 +70,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition:LOW-HIGH (sums), sort:N (N letters)."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -85,21 +85,6 @@ class Data(Section):
     """What happens to a longer prompt; it is never cut."""
     limit: int | None = Field(default=None, gt=0)
     """Use only the first so many rows."""
-    low: int = 1
-    """Task addition: smallest operand."""
-    high: int = 20
-    """Task addition: largest operand."""
-    held_out: float = Field(default=0.25, gt=0, lt=1)
-    """Task addition: share of the operand pairs that training never sees."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Data:
-        idle = [
-            key for key in ("low", "high", "held_out") if getattr(self, key) != type(self).model_fields[key].default
-        ]
-        if idle and self.source != "addition":
-            raise ValueError(f"{idle[0]} belongs to the task addition and has no effect with source={self.source}")
-        return self
 
 
 class RewardRule(Section):
@@ -112,7 +97,7 @@ class RewardRule(Section):
             lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
         ),
     ] = "number"
-    """exact, number, boxed, regex, format, or `file.py:name`: a function (completion, **columns) -> float | None."""
+    """exact, number, boxed, regex, format, sorted, or `file.py:name`: a function (completion, **columns) -> float | None."""
     answer: str = "answer"
     """Column with the right answer, for the built-in rules."""
     pattern: str | None = None
@@ -130,7 +115,7 @@ class Sampling(Section):
     """The k likeliest tokens; 0 is off."""
     max_new_tokens: int = Field(default=256, gt=0)
     """Longest answer, the stop token included."""
-    max_rows: int = Field(default=64, gt=0)
+    max_rows: int = Field(default=256, gt=0)
     """Answers decoded at once; the next waits for a free row."""
 
 
@@ -196,6 +181,10 @@ class Checkpoint(Section):
 class Run(Section):
     """Everything that a training run depends on."""
 
+    command: ClassVar[str] = "train"
+    recipes: ClassVar[str] = "."
+    """Folder of the built-in recipes, below gspo/recipes."""
+
     dir: str | None = Field(default=None, min_length=1)
     """Folder of the run; null: runs/<recipe name>."""
     steps: int = Field(default=100, gt=0)
@@ -240,6 +229,79 @@ class Run(Section):
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
         return self
+
+
+class Pairs(Data):
+    """Where prompts and their answers come from, and how they are shown to the model."""
+
+    answer: str = "answer"
+    """Column with the answer, as text."""
+    messages: str | None = None
+    """Column with conversations that end with the assistant's answer: in the place of the columns prompt and answer."""
+    max_answer_tokens: int = Field(default=4096, gt=0)
+    """Longest answer allowed, after the template; what happens to a longer one too_long says."""
+
+
+class SftOptimizer(Optimizer):
+    """AdamW on float32 masters."""
+
+    learning_rate: float = Field(default=2e-5, gt=0)
+    """Step size after warm-up."""
+
+
+class SftEval(Eval):
+    """Loss on answers that training does not see; with a reward, sampled answers too."""
+
+    reward: RewardRule | None = None
+    """How sampled answers are judged; null: none are sampled."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SftEval:
+        idle = [key for key in ("samples", "greedy", "pass_at") if getattr(self, key) != Eval.model_fields[key].default]
+        if idle and self.reward is None:
+            raise ValueError(f"{idle[0]} has no effect without a reward, for which answers would be sampled")
+        return self
+
+
+class Sft(Section):
+    """Everything that supervised fine-tuning depends on."""
+
+    command: ClassVar[str] = "sft"
+    recipes: ClassVar[str] = "sft"
+    dir: str | None = Field(default=None, min_length=1)
+    """Folder of the run; null: runs/<recipe name>."""
+    steps: int | None = Field(default=None, gt=0)
+    """Optimizer updates; null: as many as `epochs` needs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Times that the data is gone through, in a new order each; null: `steps`, or once."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of the order of the data, and of the sampling in evaluations."""
+    threads: int | None = Field(default=None, gt=0, le=1024)
+    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
+    batch_size: int = Field(default=16, gt=0)
+    """Answers of an update; its loss is the mean over all their tokens."""
+    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
+    """Tokens that go through the model at once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
+    model: Model = Model()
+    data: Pairs = Pairs()
+    sampling: Sampling = Sampling()
+    optimizer: SftOptimizer = SftOptimizer()
+    eval: SftEval = SftEval()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _check(self) -> Sft:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs both say how long the run is: leave one of them out")
+        idle = self.sampling.model_dump(exclude_defaults=True)
+        if idle and self.eval.reward is None:
+            raise ValueError(
+                f"sampling.{next(iter(idle))} has no effect without eval.reward, for which answers are sampled"
+            )
+        return self
+
+
+AnyRun = Run | Sft
 
 
 def _algorithm(value: Any) -> Any:

@@ -61,7 +61,7 @@ class Console:
             f"grad {_number(m['grad_norm'], '.2g')}",
             f"moved {m['weights/relative']:.1e}",
             f"{m['time/tokens_per_second']:.0f} tok/s",
-            f"left {_duration(self._left(m['step']))}",
+            f"left {duration(self._left(m['step']))}",
         ]
         if m["rollouts/judged"] < m["rollouts/total"]:
             crashed = f", {m['rollouts/crashed']} crashed" if m["rollouts/crashed"] else ""
@@ -103,7 +103,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{s:02}s"

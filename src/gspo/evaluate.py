@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo import config
 from gspo.engines.engine import Engine, Request
 from gspo.rewards.load import RewardFunction
 from gspo.rollout import rollout
@@ -76,6 +77,17 @@ def evaluate(
         unjudged=len(prompts) - len(judged),
         length=float(np.mean(tokens)),
     ), groups
+
+
+def measure(
+    engine: Engine, prompts: Sequence[Prompt], reward: RewardFunction, settings: config.Eval
+) -> dict[str, Evaluation]:
+    """The evaluations that `settings` asks for, under the prefixes of their journal keys."""
+    k, pass_at = settings.samples, settings.pass_at
+    found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at)[0]}
+    if settings.greedy:
+        found["eval/greedy"] = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True)[0]
+    return found
 
 
 def normal_interval(values: np.ndarray) -> Interval:

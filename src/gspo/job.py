@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from signal import Signals
 
 from gspo.algorithms.bands import sized
 from gspo.batch import Batch, Batches, make_batches
@@ -24,7 +21,7 @@ from gspo.console import Console
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.errors import OutOfMemoryError, RunError
-from gspo.evaluate import Evaluation, evaluate
+from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
 from gspo.learner import Learner, Objective, policy_objective
@@ -33,6 +30,7 @@ from gspo.models.load import Policy
 from gspo.presets import Algorithm
 from gspo.rollout import rollout
 from gspo.stats import Parity, UpdateStats, rollout_log_ratio
+from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.types import Group
@@ -56,7 +54,7 @@ class Job:
     progress: Progress
     ahead: deque[list[Group]] = field(default_factory=deque)
     """Groups sampled for the steps to come, the next one first."""
-    stopped_by: signal.Signals | None = None
+    stop: Stop = field(default_factory=Stop)
     _seconds: dict[str, float] = field(default_factory=dict)
     _row: Algorithm = field(init=False)
     """The run's row, its band sized for the step at hand."""
@@ -67,6 +65,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self._row = self.run.algorithm
+
+    @property
+    def stopped_by(self) -> Signals | None:
+        """The signal that ends the run early."""
+        return self.stop.by
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do, 1-based; ends early after a signal, when the step at hand is complete."""
@@ -232,17 +235,8 @@ class Job:
 
     def measure(self) -> dict[str, Evaluation]:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
-        e, inputs = self.run.eval, self.inputs
         with self._timed("eval"):
-            found, _ = evaluate(
-                self.engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at
-            )
-            measured = {"eval": found}
-            if e.greedy:
-                measured["eval/greedy"], _ = evaluate(
-                    self.engine, inputs.held_out, inputs.held_out_reward, pass_at=e.pass_at, greedy=True
-                )
-        return measured
+            return measure(self.engine, self.inputs.held_out, self.inputs.held_out_reward, self.run.eval)
 
     def measure_start(self) -> None:
         """The held-out reward of the starting policy, once for a run."""
@@ -266,21 +260,6 @@ class Job:
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    @contextmanager
-    def stopping_on_signals(self) -> Iterator[None]:
+    def stopping_on_signals(self) -> AbstractContextManager[None]:
         """SIGINT and SIGTERM end the run after the step at hand, saved; a second one ends it at once."""
-        before: dict[signal.Signals, Any] = {}
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            self.stopped_by = signal.Signals(number)
-            for each, handler in before.items():
-                signal.signal(each, handler)
-            self.console.say(f"{self.stopped_by.name}: finishing this step, then saving. Again to stop at once.")
-
-        if threading.current_thread() is threading.main_thread():  # elsewhere the caller owns the signals
-            before |= {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+        return self.stop.on_signals(self.console.say)

@@ -9,7 +9,8 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -49,54 +50,24 @@ class StepOutcome:
     """By phase."""
 
 
-class Journal:
-    """Writer of `journal.jsonl` and `rollouts/` in the folder of a run."""
+class Lines:
+    """`journal.jsonl` in the folder of a run."""
 
-    def __init__(self, folder: Path, max_new_tokens: int, *, after: int = 0) -> None:
-        """Go on after step `after`: later lines and files, from a run that was cut off, are set aside, never deleted."""
-        self._path = folder / "journal.jsonl"
-        self._rollouts = folder / "rollouts"
-        self._rollouts.mkdir(parents=True, exist_ok=True)
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        """Go on after step `after`: later lines and rollouts, from a run that was cut off, are set aside, never deleted."""
+        self._path, self._rollouts = folder / "journal.jsonl", folder / "rollouts"
         self._set_aside(after)
-        lines = read(self._path)
-        self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
 
-    def record(self, outcome: StepOutcome) -> Metrics:
-        """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses."""
-        try:
-            return self._record(outcome)
-        except OSError as error:
-            raise RunError(f"{self._path.parent}: step {outcome.step} could not be written: {error}") from error
+    def read(self) -> list[Metrics]:
+        """The lines so far."""
+        return read(self._path)
 
-    def _record(self, outcome: StepOutcome) -> Metrics:
-        metrics = step_metrics(outcome)
-        self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
-        metrics["groups/steps_without_signal"] = self._without_signal
-        metrics["max_new_tokens"] = self._max_new_tokens
-        said = verdict(metrics)
-        metrics |= {"verdict": said.text, "verdict/kind": said.kind, "verdict/warning": said.warning}
-        self._write_rollouts(outcome)
-        with self._path.open("a") as file:
+    def append(self, metrics: Metrics) -> None:
+        """Write the line of a step, and see it on the disk. Raises RunError if the disk refuses."""
+        with writing(self._path, metrics["step"]), self._path.open("a") as file:
             file.write(_line(metrics))
             file.flush()
             os.fsync(file.fileno())
-        return metrics
-
-    def _write_rollouts(self, outcome: StepOutcome) -> None:
-        advantages = {
-            key[:2]: float(a)
-            for batch in outcome.batches
-            if batch.advantage_R is not None
-            for key, a in zip(batch.key_R, batch.advantage_R, strict=True)
-        }
-        path = self._rollouts / f"{outcome.step:08d}.jsonl.gz"
-        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
-            for group in outcome.groups:
-                for r in group.rollouts:
-                    file.write(
-                        _line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode()
-                    )
 
     def _set_aside(self, after: int) -> None:
         lines = read(self._path)
@@ -118,6 +89,56 @@ class Journal:
         kept = self._path.with_suffix(".tmp")
         kept.write_text("".join(_line(line) for line in lines), encoding="utf-8")
         kept.replace(self._path)
+
+
+@contextmanager
+def writing(path: Path, step: int) -> Iterator[None]:
+    """Raises RunError if the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: step {step} could not be written: {error}") from error
+
+
+class Journal:
+    """Writer of `journal.jsonl` and `rollouts/` in the folder of a run."""
+
+    def __init__(self, folder: Path, max_new_tokens: int, *, after: int = 0) -> None:
+        """Go on after step `after`: later lines and files, from a run that was cut off, are set aside, never deleted."""
+        self._lines = Lines(folder, after=after)
+        self._rollouts = folder / "rollouts"
+        self._rollouts.mkdir(parents=True, exist_ok=True)
+        self._max_new_tokens = max_new_tokens
+        lines = self._lines.read()
+        self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
+
+    def record(self, outcome: StepOutcome) -> Metrics:
+        """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses."""
+        metrics = step_metrics(outcome)
+        self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
+        metrics["groups/steps_without_signal"] = self._without_signal
+        metrics["max_new_tokens"] = self._max_new_tokens
+        said = verdict(metrics)
+        metrics |= {"verdict": said.text, "verdict/kind": said.kind, "verdict/warning": said.warning}
+        with writing(self._rollouts, outcome.step):
+            self._write_rollouts(outcome)
+        self._lines.append(metrics)
+        return metrics
+
+    def _write_rollouts(self, outcome: StepOutcome) -> None:
+        advantages = {
+            key[:2]: float(a)
+            for batch in outcome.batches
+            if batch.advantage_R is not None
+            for key, a in zip(batch.key_R, batch.advantage_R, strict=True)
+        }
+        path = self._rollouts / f"{outcome.step:08d}.jsonl.gz"
+        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
+            for group in outcome.groups:
+                for r in group.rollouts:
+                    file.write(
+                        _line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode()
+                    )
 
 
 def read(path: Path) -> list[Metrics]:

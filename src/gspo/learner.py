@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,13 @@ from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
-from gspo.machine import give_pages_back
+from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
-
-T = TypeVar("T")
 
 Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
 """(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
@@ -127,18 +124,21 @@ class Learner:
         The old pass uses the micro-batch plan of the training pass, so that an unchanged policy has a ratio of
         exactly 1 in any precision; the first update needs none if it is made once, being itself a forward of the old policy.
         """
-        moved = [batch.to(self._device, self._maths) for batch in batches]
-        passed = _within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
+        moved = [self.placed(batch) for batch in batches]
+        passed = within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
         return weigh(passed, self.row, self.max_new_tokens, torch.promote_types(self.compute_dtype, torch.float32))
+
+    def placed(self, batch: Batch) -> Batch:
+        """The batch on the devices of the model and of the maths."""
+        return batch.to(self._device, self._maths)
 
     def _with_passes(self, update: int, batch: Batch) -> Batch:
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
         passed = self._with_old(batch) if self._needs_old(update) or kl_in_reward else batch
         if self.reference is None:
             return passed
-        with torch.no_grad():  # with its own experts: it is compared with, not trained
-            parts = [self._forward(self.reference, batch, micro, None)[0] for micro in batch.plan]
-        return replace(passed, reference_logprob_N=torch.cat(parts))
+        # With its own experts: it is compared with, not trained.
+        return replace(passed, reference_logprob_N=self.logprobs(self.reference, batch))
 
     @torch.no_grad()
     def _with_old(self, batch: Batch) -> Batch:
@@ -150,8 +150,7 @@ class Learner:
 
     def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:
         """The annotated updates under the micro-batch plan of `batches`, which hold the same rollouts."""
-        pairs = zip(batches, annotated, strict=True)
-        return [old.with_plan_of(new.to(self._device, self._maths)) for new, old in pairs]
+        return [old.with_plan_of(self.placed(new)) for new, old in zip(batches, annotated, strict=True)]
 
     def _needs_old(self, update: int) -> bool:
         row = self.row
@@ -161,6 +160,11 @@ class Learner:
         # The mismatch that a band is sized from, and the loads of the experts, are known before the first micro-batch.
         before = row.sizes_band or (row.load_balance > 0 and self._routers is not None)
         return before or (again and (reads_old or replays_old))
+
+    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probabilities [N] of a placed batch under `model`, with its own experts and without gradients."""
+        with torch.no_grad():
+            return torch.cat([self._forward(model, batch, micro, None)[0] for micro in batch.plan])
 
     # -------------------------------------------------------------------------- one update
 
@@ -172,7 +176,7 @@ class Learner:
         does not fit.
         """
         try:
-            sums = _within_memory(lambda: self._accumulate(batch, objective))
+            sums = within_memory(lambda: self._accumulate(batch, objective))
         except OutOfMemoryError:
             self._drop_gradients()
             raise
@@ -202,10 +206,11 @@ class Learner:
         for micro in batch.plan:
             routing = routing_of(self._routers, self.row, batch, micro)
             logprob_N, entropy_N = self._forward(self.model, batch, micro, routing)
-            if self._at_rollout_weights(batch):
+            fresh = batch.old_logprob_N is None and self._fresh  # still the weights that the answers were sampled with
+            if fresh:
                 sums.parity += parity_of(logprob_N.detach(), batch, micro)
             if routing is not None:
-                sums.routes += compared(routing, batch, micro, at_rollout_weights=self._at_rollout_weights(batch))
+                sums.routes += compared(routing, batch, micro, at_rollout_weights=fresh)
             loss, tally = objective(logprob_N, entropy_N, batch, micro)
             if routing is not None and load_LE is not None:
                 uneven = imbalance(routing, load_LE, batch, micro).to(loss)
@@ -246,9 +251,6 @@ class Learner:
                 "lower optimizer.learning_rate, or look at this answer in rollouts/"
             )
         return logprob_N, entropy_N
-
-    def _at_rollout_weights(self, batch: Batch) -> bool:
-        return batch.old_logprob_N is None and self._fresh
 
     def _parity_of_old_pass(self, batch: Batch) -> Parity:
         if batch.old_logprob_N is None:
@@ -356,19 +358,6 @@ class _Sums:
     tally: Tally = field(default_factory=Tally)
     parity: Parity = field(default_factory=Parity)
     routes: RouteChanges = field(default_factory=RouteChanges)
-
-
-def _within_memory(work: Callable[[], T]) -> T:
-    """The result of `work`, or OutOfMemoryError in the place of torch's own words for it."""
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        words = str(error).splitlines()[0] if str(error) else "out of memory"
-        # A CPU has no exception of its own for it.
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in words:
-            raise
-    # Raised here, not above: that traceback holds the activations.
-    raise OutOfMemoryError(words)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -10,6 +10,12 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from gspo.errors import OutOfMemoryError
+
+T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -39,6 +45,21 @@ def give_pages_back() -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def within_memory(work: Callable[[], T]) -> T:
+    """The result of `work`, or OutOfMemoryError in the place of torch's own words for it."""
+    import torch
+
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        words = str(error).splitlines()[0] if str(error) else "out of memory"
+        # A CPU has no exception of its own for it.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in words:
+            raise
+    # Raised here, not above: that traceback holds the activations.
+    raise OutOfMemoryError(words)
 
 
 def set_threads(threads: int | None) -> int:

@@ -27,10 +27,10 @@ def routing_of(routers: Routers | None, row: Algorithm, batch: Batch, micro: Mic
     if routers is None:
         return None
     given_TLK = given(row, batch)
-    if given_TLK is None:
-        return Routing(routers)
-    routers.check(given_TLK[micro.token])
-    return Routing(routers, given_TLK[micro.token])
+    if given_TLK is not None:
+        given_TLK = given_TLK[micro.token]
+        routers.check(given_TLK)
+    return Routing(routers, given_TLK, with_logits=row.load_balance > 0)
 
 
 def given(row: Algorithm, batch: Batch) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Where a run's settings come from: a recipe in YAML, `key=value` words, Python keys; and what is said when they are wrong.
 
-In: a recipe and overrides. Out: a checked `Run`. The command line and the Python API call `load`. No torch.
+In: a recipe, overrides, and the kind of run that they describe. Out: it, checked. The command line and the Python API
+call `load`. No torch.
 """
 
 from __future__ import annotations
@@ -9,34 +10,45 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo import presets
-from gspo.config import Run
+from gspo.config import AnyRun, Run, Sft
 from gspo.errors import InputError
 
 Tree = dict[str, Any]
+R = TypeVar("R", Run, Sft)
 
 
-def recipes() -> list[str]:
+def recipes(kind: type[AnyRun] = Run) -> list[str]:
     """Names of the built-in recipes."""
-    return sorted(
-        Path(entry.name).stem for entry in resources.files("gspo.recipes").iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(Path(entry.name).stem for entry in _folder(kind).iterdir() if entry.name.endswith(".yaml"))
+
+
+def _folder(kind: type[AnyRun]) -> Traversable:
+    return resources.files("gspo.recipes") / kind.recipes
 
 
 def load(recipe: str | Path | None, words: list[str] | None = None, keys: Mapping[str, Any] | None = None) -> Run:
-    """The run that `recipe` describes, with `key=value` words and then Python `keys` laid over it.
+    """The training run that `recipe` describes, with `key=value` words and then Python `keys` laid over it.
 
     Raises:
         InputError: no such recipe, unknown or misspelt key, wrong type, a contradiction.
     """
-    tree = read_recipe(recipe) if recipe is not None else {}
+    return load_as(Run, recipe, words, keys)
+
+
+def load_as(
+    kind: type[R], recipe: str | Path | None, words: list[str] | None = None, keys: Mapping[str, Any] | None = None
+) -> R:
+    """As `load`, for any kind of run."""
+    tree = read_recipe(recipe, kind) if recipe is not None else {}
     seen: set[str] = set()
     for word in words or []:
         key, equals, value = word.partition("=")
@@ -47,24 +59,24 @@ def load(recipe: str | Path | None, words: list[str] | None = None, keys: Mappin
             raise InputError(
                 f"{word!r}: settings are written key=value, as in steps=20 or optimizer.learning_rate=1e-5"
             )
-        lay_over(tree, key.strip(), _parse(key.strip(), value))
+        lay_over(tree, key.strip(), _parse(key.strip(), value, kind), kind)
     for key, value in (keys or {}).items():
-        lay_over(tree, key, value)
-    return check(tree, where=str(recipe) if recipe is not None else "gspo.train")
+        lay_over(tree, key, value, kind)
+    return check_as(kind, tree, where=str(recipe) if recipe is not None else f"gspo.{kind.command}")
 
 
-def read_recipe(recipe: str | Path) -> Tree:
+def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
     """The mapping in a YAML file or built-in recipe; `about`, which `run.yaml` adds, is left out."""
     path = Path(recipe)
-    if str(recipe) in recipes():
-        text, name = (resources.files("gspo.recipes") / f"{recipe}.yaml").read_text(), str(recipe)
+    if str(recipe) in recipes(kind):
+        text, name = (_folder(kind) / f"{recipe}.yaml").read_text(), str(recipe)
     elif path.is_file():
         text, name = _text_of(path), path.stem
     else:
-        near = get_close_matches(str(recipe), recipes(), n=1)
+        near = get_close_matches(str(recipe), recipes(kind), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"{recipe}: no such file, and no built-in recipe of that name.{hint} Built-in: {', '.join(recipes())}."
+            f"{recipe}: no such file, and no built-in recipe of that name.{hint} Built-in: {', '.join(recipes(kind))}."
         )
     try:
         tree = yaml.load(text, Loader=_Unique)
@@ -94,16 +106,16 @@ def _text_of(path: Path) -> str:
         raise InputError(f"{path}: not a text file in UTF-8: {error}") from error
 
 
-def lay_over(tree: Tree, key: str, value: Any) -> None:
+def lay_over(tree: Tree, key: str, value: Any, kind: type[AnyRun] = Run) -> None:
     """Set one dotted key in place. A bare value replaces a whole section: `algorithm=grpo` drops gspo's adjustments.
 
     A mapping that does not name its section anew is laid over it key by key.
     """
     *parents, leaf = key.split(".")
-    shorthands = _shorthands()
+    shorthands = _shorthands(kind)
     if isinstance(value, Mapping) and shorthands.get(key, "") not in value:
         for name, below in value.items():
-            lay_over(tree, f"{key}.{name}", below)
+            lay_over(tree, f"{key}.{name}", below, kind)
         return
     for depth, name in enumerate(parents):
         below = tree.get(name)
@@ -116,15 +128,21 @@ def lay_over(tree: Tree, key: str, value: Any) -> None:
 
 def check(tree: Tree, where: str) -> Run:
     """A `Run` from a mapping. Raises InputError that names the key, the value and the nearest name."""
+    return check_as(Run, tree, where)
+
+
+def check_as(kind: type[R], tree: Tree, where: str) -> R:
+    """As `check`, for any kind of run."""
     try:
-        return Run.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise InputError("\n".join(f"{where}: {_explain(e)}" for e in error.errors(include_url=False))) from None
+        errors = error.errors(include_url=False)
+        raise InputError("\n".join(f"{where}: {_explain(e, kind)}" for e in errors)) from None
 
 
-def _parse(key: str, word: str) -> Any:
+def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:
     """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
-    if key in _shorthands() or key in _text_keys():
+    if key in _shorthands(kind) or key in _text_keys(kind):
         return None if word == "null" else word
     try:
         return yaml.safe_load(word) if word else ""
@@ -132,20 +150,20 @@ def _parse(key: str, word: str) -> Any:
         return word
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[AnyRun]) -> str:
     path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key{_suggest(path)}"
+        return f"{key}: no such key{_suggest(path, kind)}"
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"])
         return f"{key}: {reason}" if key else reason
     return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]} (found {error['input']!r})"
 
 
-def _suggest(path: list[str]) -> str:
+def _suggest(path: list[str], kind: type[AnyRun]) -> str:
     """The nearest known name: among its siblings, then the same name under another section, then any."""
-    known = [key for key, _ in _walk(Run, "")]
+    known = [key for key, _ in _walk(kind, "")]
     *parents, leaf = path
     siblings = {name.split(".")[-1]: name for name in known if name.split(".")[:-1] == parents}
     anywhere = {name.split(".")[-1]: name for name in reversed(known)}
@@ -156,24 +174,24 @@ def _suggest(path: list[str]) -> str:
     return f" in {'.'.join(parents) or 'the top level'}, which has {', '.join(siblings)}"
 
 
-def fields() -> Iterator[tuple[str, str]]:
+def fields(kind: type[AnyRun] = Run) -> Iterator[tuple[str, str]]:
     """Every key with its one-line description."""
-    for key, field in _walk(Run, ""):
+    for key, field in _walk(kind, ""):
         if _section(field) is None:
             yield key, " ".join((field.description or "").split())
 
 
-def default(key: str) -> Any:
+def default(key: str, kind: type[AnyRun] = Run) -> Any:
     """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`."""
-    value: Any = dump(Run())
+    value: Any = dump(kind())
     for part in key.split("."):
         value = None if value is None else value[part]
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
-def choices(key: str) -> list[str]:
+def choices(key: str, kind: type[AnyRun] = Run) -> list[str]:
     """The values that a key may have, where they are a short list."""
-    field = dict(_walk(Run, ""))[key]
+    field = dict(_walk(kind, ""))[key]
     names = list(presets.PRESETS) if key == "algorithm.name" else get_args(field.annotation)
     return [str(name) for name in names] if all(isinstance(name, str | int) for name in names) else []
 
@@ -192,18 +210,20 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 @cache
-def _shorthands() -> dict[str, str]:
+def _shorthands(kind: type[AnyRun]) -> dict[str, str]:
     """Sections that a bare value stands for, with the key that takes it."""
-    sections = {key: section for key, field in _walk(Run, "") if (section := _section(field)) is not None}
+    sections = {key: section for key, field in _walk(kind, "") if (section := _section(field)) is not None}
     named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
     return {key: shorthand for key, shorthand in named.items() if shorthand}
 
 
 @cache
-def _text_keys() -> frozenset[str]:
-    return frozenset(key for key, field in _walk(Run, "") if str in (get_args(field.annotation) or (field.annotation,)))
+def _text_keys(kind: type[AnyRun]) -> frozenset[str]:
+    return frozenset(
+        key for key, field in _walk(kind, "") if str in (get_args(field.annotation) or (field.annotation,))
+    )
 
 
-def dump(run: Run) -> Tree:
+def dump(run: AnyRun) -> Tree:
     """Every value of the run as plain YAML types; `check` reads it back."""
     return run.model_dump(mode="json")

@@ -149,6 +149,11 @@ class Saved:
     """What run.yaml says that the run was started with."""
 
     @property
+    def folder(self) -> Path:
+        """The run's."""
+        return self.checkpoint.parents[1]
+
+    @property
     def model(self) -> dict[str, Any]:
         """Keys of the model section that name the checkpoint's weights."""
         return {"name": str(self.checkpoint), "revision": None}
@@ -157,8 +162,14 @@ class Saved:
 def read_saved(folder: Path) -> Saved:
     """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
     checkpoint = latest(folder)
+    moments = _moments(checkpoint / "optimizer.safetensors")
+    return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What the run's run.yaml says of what it was started with."""
     about: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text()).get("about", {})
-    return Saved(checkpoint, read_progress(checkpoint), _moments(checkpoint / "optimizer.safetensors"), about)
+    return about
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -193,7 +204,7 @@ def _moments(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, error) from error
 
 
-def write_run(folder: Path, run: config.Run, about: dict[str, Any]) -> None:
+def write_run(folder: Path, run: config.AnyRun, about: dict[str, Any]) -> None:
     """run.yaml: every value of the configuration, and under `about` what it was run with."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(

@@ -42,7 +42,7 @@ def mistral() -> Policy:
     return policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64), (2,))
 
 
-POLICIES = {"llama": lambda: named("tiny-dense"), "qwen3_moe": lambda: named("tiny-moe"), "mistral": mistral}
+POLICIES = {"llama": lambda: named("random-dense"), "qwen3_moe": lambda: named("random-moe"), "mistral": mistral}
 
 
 # ------------------------------------------------------------------------------ scheduling
@@ -80,7 +80,7 @@ def test_greedy_is_the_argmax_of_the_stock_model(kind: str) -> None:
 
 
 def test_a_rollout_depends_on_its_key_alone() -> None:
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     first = tokens(answers(policy, [ask([5, 6], 8, ordinal=3)]))
     assert tokens(answers(policy, [ask([5, 6], 3, ordinal=3)])) == {key: first[key] for key in list(first)[:3]}
     others = [
@@ -133,7 +133,7 @@ def test_any_batch_is_one_answer_at_a_time(
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_prompt_goes_through_the_model_once(rows: int) -> None:
     """However few of its group's answers start together."""
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
     groups = answers(policy, requests(), max_rows=rows)
@@ -144,7 +144,7 @@ def test_a_prompt_goes_through_the_model_once(rows: int) -> None:
 @pytest.mark.parametrize("budget", [300, 600, 2000])
 def test_memory_follows_the_token_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 answers to prompts of 1 to 165 tokens; as rows padded to the longest they would take 5664 tokens."""
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     monkeypatch.setattr(local, "_CACHE_TOKENS", budget)
     engine = LocalEngine(policy, Sampling(max_new_tokens=12), seed=0)
     for i, ids in enumerate(UNEVEN):
@@ -215,7 +215,7 @@ def test_truncation_renormalises(keys: dict[str, Any], support: dict[int, float]
 
 
 def test_a_checkpoints_sampling_values_change_nothing(tmp_path: Path) -> None:
-    policy = load_policy(Model(name="tiny-dense", dtype="float64"))
+    policy = load_policy(Model(name="random-dense", dtype="float64"))
     policy.model.generation_config = GenerationConfig(
         do_sample=True, top_k=1, temperature=0.1, top_p=0.5, repetition_penalty=1.3, eos_token_id=2
     )
@@ -264,7 +264,7 @@ def test_text_leaves_special_tokens_out() -> None:
 
 
 def test_weights_that_are_not_finite_stop_the_run_by_name() -> None:
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     with torch.no_grad():
         policy.model.model.norm.weight[3] = float("nan")
     engine = LocalEngine(policy, Sampling(), seed=0)

@@ -131,7 +131,7 @@ def gap(policy: Policy, engine: LocalEngine) -> float:
     )
 
 
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("model", ["random-dense", "random-moe"])
 @pytest.mark.parametrize("kind", LOWER)
 def test_the_engine_answers_with_rounded_weights_and_the_trainer_keeps_its_own(model: str, kind: str) -> None:
     policy = named(model)
@@ -149,7 +149,7 @@ def test_the_engine_answers_with_rounded_weights_and_the_trainer_keeps_its_own(m
 
 
 def test_new_weights_reach_the_copy() -> None:
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     engine = LocalEngine(policy, Sampling(max_new_tokens=12), seed=0, weights="int8")
     with torch.no_grad():
         policy.model.model.layers[0].mlp.down_proj.weight.neg_()
@@ -162,7 +162,7 @@ def test_new_weights_reach_the_copy() -> None:
 
 
 def test_the_engine_of_the_trainers_precision_copies_nothing() -> None:
-    assert LocalEngine(named("tiny-dense"), Sampling(), seed=0).copied_bytes == 0
+    assert LocalEngine(named("random-dense"), Sampling(), seed=0).copied_bytes == 0
 
 
 # ------------------------------------------------------------------------------ in a run

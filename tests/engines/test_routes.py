@@ -30,7 +30,7 @@ def recorded(
 @pytest.mark.parametrize("max_rows", [64, 3])
 def test_recorded_experts_are_those_of_the_whole_sequence(max_rows: int) -> None:
     """Rows end at different tokens, move up, and are refilled; prompts of 1 to 165 tokens are computed together."""
-    policy = named("tiny-moe")
+    policy = named("random-moe")
     routers = routers_of(policy.model)
     assert routers is not None
     lengths, different = set(), set()
@@ -54,7 +54,7 @@ def test_recorded_experts_are_those_of_the_whole_sequence(max_rows: int) -> None
 
 
 def test_recording_changes_no_token_and_is_asked_for() -> None:
-    policy = named("tiny-moe")
+    policy = named("random-moe")
     with_routes, without = recorded(policy), recorded(policy, record=False)
     assert all(g.prompt_routes is None and g.rollouts[0].segments[0].routes is None for g in without)
     for one, other in zip(with_routes, without, strict=True):
@@ -64,6 +64,6 @@ def test_recording_changes_no_token_and_is_asked_for() -> None:
 
 
 def test_a_dense_model_has_nothing_to_record() -> None:
-    (group, *_) = recorded(named("tiny-dense"))
+    (group, *_) = recorded(named("random-dense"))
     assert group.prompt_routes is None
     assert group.rollouts[0].segments[0].routes is None

@@ -85,7 +85,7 @@ def test_packed_weights_end_with_the_collection() -> None:
 
 
 def test_weights_cannot_change_under_answers_being_written() -> None:
-    engine = LocalEngine(named("tiny-dense"), Sampling(max_new_tokens=8, max_rows=1), seed=0)
+    engine = LocalEngine(named("random-dense"), Sampling(max_new_tokens=8, max_rows=1), seed=0)
     for request in requests(count=1)[:2]:
         engine.submit(request)
     groups = engine.collect()
@@ -101,7 +101,7 @@ def test_weights_cannot_change_under_answers_being_written() -> None:
 
 
 def test_sampling_leaves_the_model_trainable() -> None:
-    policy = named("tiny-dense")
+    policy = named("random-dense")
     answers(policy, requests(count=1))
     ids = torch.tensor([[5, 6, 7]])
     policy.model(input_ids=ids, layout=Packed([3]), use_cache=False).logits.sum().backward()

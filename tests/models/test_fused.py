@@ -106,19 +106,19 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
     with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
-        load.load_policy(config.Model(name="tiny-dense", compile=True))
+        load.load_policy(config.Model(name="random-dense", compile=True))
     monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
-    policy = load.load_policy(config.Model(name="tiny-dense"))
+    policy = load.load_policy(config.Model(name="random-dense"))
     assert "not compiled: no C++ compiler found" in policy.announcement
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_large_models_are_compiled_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same log-probabilities and gradients either way."""
-    plain = load.load_policy(config.Model(name="tiny-dense", dtype="float32"))
+    plain = load.load_policy(config.Model(name="random-dense", dtype="float32"))
     assert "compiled" not in plain.announcement
     monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
-    made = load.load_policy(config.Model(name="tiny-dense", dtype="float32"))
+    made = load.load_policy(config.Model(name="random-dense", dtype="float32"))
     assert "log-probabilities compiled" in made.announcement
     found = []
     for policy in (plain, made):

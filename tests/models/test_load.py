@@ -36,7 +36,7 @@ def save(model: Any, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("name", ["random-dense", "random-moe"])
 def test_a_saved_policy_loads_again(name: str, tmp_path: Path) -> None:
     policy = load_policy(Model(name=name, dtype="float32"))
     policy.model.save_pretrained(tmp_path)
@@ -58,12 +58,12 @@ def test_a_saved_policy_loads_again(name: str, tmp_path: Path) -> None:
 
 def test_built_in_models_are_the_same_each_time_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(1)
-    first = load_policy(Model(name="tiny-dense")).source.sha256
+    first = load_policy(Model(name="random-dense")).source.sha256
     after = torch.rand(1)
     torch.manual_seed(1)
     assert torch.equal(torch.rand(1), after)
     torch.manual_seed(2)
-    assert load_policy(Model(name="tiny-dense")).source.sha256 == first
+    assert load_policy(Model(name="random-dense")).source.sha256 == first
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_built_in_models_are_the_same_each_time_and_leave_the_global_generator_a
 )
 def test_the_announcement_names_every_precision(dtype: str, stored: str, computed: str) -> None:
     """areal-project/AReaL#1634: updates lost in bfloat16 weights, unnoticed. Masters are float32 or better."""
-    policy = load_policy(Model(name="tiny-moe", dtype=dtype))
+    policy = load_policy(Model(name="random-moe", dtype=dtype))
     assert f"stored {stored}, computed {computed}, optimizer {stored}; on cpu" in policy.announcement
     assert policy.source.sha256[:12] in policy.announcement
     assert {str(p.dtype) for p in policy.model.parameters()} == {f"torch.{stored}"}
@@ -89,7 +89,7 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_it(monkeypatch: pytest.
         ({"avx2": True}, torch.float32),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        assert load_policy(Model(name="tiny-dense", device="cpu")).compute_dtype == expected
+        assert load_policy(Model(name="random-dense", device="cpu")).compute_dtype == expected
 
 
 def test_stop_ids_come_from_tokenizer_config_and_generation_config(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_generation_settings_that_cannot_be_saved_are_reduced_to_their_ids(
 
 
 def test_activations_are_recomputed_if_asked(tmp_path: Path) -> None:
-    policy = load_policy(Model(name="tiny-dense", gradient_checkpointing=True))
+    policy = load_policy(Model(name="random-dense", gradient_checkpointing=True))
     assert [m.training for m in policy.model.model.layers] == [True, True]
     assert not any(m.training for layer in policy.model.model.layers for m in layer.children())
 
@@ -205,7 +205,7 @@ def test_a_folder_without_a_model_is_explained(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there_is_explained() -> None:
     with pytest.raises(InputError, match=r"model\.device=nonsense"):
-        load_policy(Model(name="tiny-dense", device="nonsense"))
+        load_policy(Model(name="random-dense", device="nonsense"))
 
 
 def test_code_that_comes_with_a_checkpoint_does_not_run_unless_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import families
 import pytest
@@ -240,6 +241,19 @@ def test_nothing_is_kept_for_the_next_forward() -> None:
         trained_logprobs(model, **rows, layout=Routed(Packed([7, 4]), other[1]), temperature=1)
     again, _ = trained_logprobs(model, **rows, layout=Packed([7, 4]), temperature=1)
     assert torch.equal(plain, again)
+
+
+def test_what_a_forward_recorded_goes_with_it() -> None:
+    """Else a micro-batch that did not fit would keep its memory while smaller ones are tried."""
+    model = as_ours(packable("qwen3_moe"))
+    routers, rows = routers_of(model), families.packed(families.sequences([7, 4]), [3, 2])
+    assert routers is not None
+    routing = Routing(routers, with_logits=True)
+    logp, _ = trained_logprobs(model, **rows, layout=Routed(Packed([7, 4]), routing), temperature=1)
+    assert routing.logits()[0].requires_grad
+    gone = ref(routing)
+    del routing, logp
+    assert gone() is None
 
 
 def test_activations_computed_again_use_the_same_experts() -> None:

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo.config import Data
 from gspo.errors import InputError
-from gspo.tasks.addition import _pair, _shuffled, read
+from gspo.tasks.addition import Addition, _pair, parse
 
 
 def pairs(rows):
@@ -16,8 +15,8 @@ def pairs(rows):
 @settings(deadline=None, max_examples=60)
 @given(low=st.integers(-30, 30), width=st.integers(2, 25), share=st.floats(0.01, 0.99))
 def test_split_covers_all_pairs_once_and_keeps_mirrors_together(low, width, share):
-    data = Data(low=low, high=low + width - 1, held_out=share)
-    train, held_out = (pairs(read(data, side, limit=10**6)[0]) for side in ("train", "held_out"))
+    task = Addition(low=low, high=low + width - 1, held_out=share)
+    train, held_out = (pairs(task.rows(side, limit=10**6)[0]) for side in ("train", "held_out"))
     operands = range(low, low + width)
     assert sorted(train + held_out) == [(a, b) for a in operands for b in operands]
     assert train
@@ -28,7 +27,7 @@ def test_split_covers_all_pairs_once_and_keeps_mirrors_together(low, width, shar
 
 
 def test_rows_are_sums():
-    rows, _ = read(Data(), "train", limit=None)
+    rows, _ = parse("").rows("train", limit=None)
     first = rows[0]
     assert first == {
         "prompt": f"What is {first['a']} + {first['b']}? Answer with just the number.",
@@ -41,15 +40,15 @@ def test_rows_are_sums():
 
 def test_the_split_is_pinned():
     # A split that moved between versions would train on what an older run held out.
-    rows, notes = read(Data(low=1, high=4, held_out=0.3), "held_out", limit=None)
+    rows, notes = Addition(low=1, high=4, held_out=0.3).rows("held_out", limit=None)
     assert pairs(rows) == [(2, 4), (4, 2), (4, 4), (2, 3), (3, 2)]
     assert notes == ()
 
 
 def test_large_ranges_are_sampled_without_building_them():
-    data = Data(low=10, high=10**9)
-    train, notes = read(data, "train", limit=None)
-    held_out, _ = read(data, "held_out", limit=None)
+    task = Addition(low=10, high=10**9)
+    train, notes = task.rows("train", limit=None)
+    held_out, _ = task.rows("held_out", limit=None)
     assert (len(train), len(held_out)) == (4096, 512)
     assert len(set(pairs(train)) | set(pairs(held_out))) == 4608
     assert all(10 <= operand <= 10**9 for pair in pairs(train) for operand in pair)
@@ -59,13 +58,8 @@ def test_large_ranges_are_sampled_without_building_them():
 
 
 def test_a_limit_is_a_prefix():
-    data = Data(low=10, high=999)
-    assert read(data, "train", limit=7) == (read(data, "train", limit=None)[0][:7], ())
-
-
-@given(count=st.integers(1, 400))
-def test_shuffle_is_a_permutation(count):
-    assert sorted(_shuffled(place, count) for place in range(count)) == list(range(count))
+    task = Addition(low=10, high=999)
+    assert task.rows("train", limit=7) == (task.rows("train", limit=None)[0][:7], ())
 
 
 @given(index=st.integers(0, 10**30))
@@ -75,7 +69,15 @@ def test_pair_and_its_index_are_inverse(index):
     assert b * (b + 1) // 2 + a == index
 
 
-@pytest.mark.parametrize(("low", "high", "part"), [(5, 4, "larger than"), (3, 3, "widen")])
-def test_ranges_without_a_split_are_refused(low, high, part):
+def test_the_range_is_written_in_the_source():
+    assert parse("") == Addition(1, 20)
+    assert parse("10-99") == Addition(10, 99)
+    assert parse("-9--3") == Addition(-9, -3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), [("5-4", "larger than"), ("3-3", "widen"), ("9", "LOW-HIGH"), ("1-9 ", "LOW-HIGH")]
+)
+def test_other_words_are_refused_with_what_is_allowed(arguments, part):
     with pytest.raises(InputError, match=part):
-        read(Data(low=low, high=high), "train", limit=None)
+        parse(arguments)

@@ -116,6 +116,7 @@ def test_file_of_another_kind_folder_and_broken_parquet(tmp_path):
 
 def test_misspelt_task_is_not_looked_for_on_the_hub():
     assert "did you mean 'addition'" in refusal(Data(source="additon"))
+    assert "did you mean 'addition:1-9'" in refusal(Data(source="adition:1-9"))
 
 
 def test_hub_failure_says_what_was_tried(monkeypatch):
@@ -141,6 +142,8 @@ def test_held_out_rows_come_from_eval_source_then_task_then_nowhere(tmp_path):
     assert task == held_out_rows(Data(source=train), Eval(source="addition"))
     given = read_rows(Data(), rows=[{"prompt": "x"}])
     assert held_out_rows(Data(), Eval(), train=given) is None
+    longer = held_out_rows(Data(source="sort:3"), Eval(source="sort:5", limit=2))
+    assert [len(row["prompt"]) for row in longer.rows] == [6, 6]
 
 
 def test_overlap_is_a_warning_with_its_count(tmp_path):

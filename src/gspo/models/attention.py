@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -352,8 +353,9 @@ def _attention(
         )
     if layout is None:
         raise ValueError(f"{type(module).__name__}: a model with attention {ATTENTION!r} is called with layout=...")
-    # For the router of the same layer, which is not given the layout.
-    module.__dict__["gspo_routing"] = getattr(layout, "routing", None)
+    # For the router of the same layer, which is not given the layout. Weak: nothing of a forward may outlive it.
+    routing = getattr(layout, "routing", None)
+    module.__dict__["gspo_routing"] = None if routing is None else ref(routing)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(module.layer_idx, query, key, value, scaling=scale, window=sliding_window), None
 

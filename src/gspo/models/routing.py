@@ -55,10 +55,13 @@ class Routers:
 
 
 class Routing:
-    """The experts of one forward: those that it has to use, if they are given, and those that its routers chose."""
+    """The experts of one forward: those that it has to use, if they are given, and those that its routers chose.
 
-    def __init__(self, routers: Routers, given_TLK: Tensor | None = None) -> None:
-        self.routers, self.given_TLK = routers, given_TLK
+    `with_logits`: keep the routers' logits of a forward with gradients, too.
+    """
+
+    def __init__(self, routers: Routers, given_TLK: Tensor | None = None, *, with_logits: bool = False) -> None:
+        self.routers, self.given_TLK, self._with_logits = routers, given_TLK, with_logits
         self._own: dict[int, Tensor] = {}
         self._logits: dict[int, Tensor] = {}
 
@@ -84,7 +87,8 @@ class Routing:
         return torch.stack([self._own[layer] for layer in range(self.routers.layers)], 1)
 
     def keep(self, layer: int, logits_TE: Tensor) -> None:
-        self._logits[layer] = logits_TE
+        if self._with_logits and torch.is_grad_enabled():
+            self._logits[layer] = logits_TE
 
     def logits(self) -> list[Tensor]:
         """[T, E] what each router made its choice from, with its gradient."""
@@ -193,8 +197,8 @@ def _replays(block: nn.Module, router: Any, width: int) -> bool:
 def _route(forward: Any, attention: Any, layer: int, *inputs: Any) -> Any:
     """A router's forward. Its routing is that of the attention before it in the same layer, which gets the layout: that
     holds, too, when the layer alone is computed again for the backward pass."""
-    routing = attention.__dict__.get("gspo_routing")
-    return forward(*inputs) if routing is None else _chosen(forward, inputs, routing, layer)
+    passed = attention.__dict__.get("gspo_routing")
+    return forward(*inputs) if passed is None else _chosen(forward, inputs, passed(), layer)
 
 
 def _chosen(forward: Any, inputs: tuple[Any, ...], routing: Routing, layer: int) -> Any:

@@ -1,7 +1,8 @@
-"""Two small models, made in memory from a fixed seed, with a tokenizer that has one token a character.
+"""Small models, made in memory from a fixed seed, with a tokenizer that has one token a character.
 
-In: nothing. Out: a Hugging Face model and tokenizer that can be saved and loaded like any other. They know
-nothing, and are there to try things in a second: recipes, user code, tests. Called by `builtin`.
+In: nothing. Out: Hugging Face models and a tokenizer that can be saved and loaded like any other. They know
+nothing: `tiny_dense` and `tiny_moe` are there to try things in a second (recipes, user code, tests), the other two
+are what the built-in models `tiny-dense` and `tiny-moe` were before they were trained. Called by `builtin`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _CHAT = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 _SEED = 20250724
+_START = 0.125
+"""Spread of the first weights, one over the root of the width: the usual 0.02 is for wide models, and learns late here."""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Capitals are read as small letters; any other character is `<unk>`."""
+def tiny_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """Capitals are read as small letters; any other character is `<unk>`. `chat`: with a chat template."""
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.normalizer = normalizers.Lowercase()
@@ -37,18 +40,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=unknown,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = _CHAT
+    tokenizer.chat_template = _CHAT if chat else None
     return tokenizer
 
 
-def _shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return dict(
+def _shape(tokenizer: PreTrainedTokenizerFast, **own: Any) -> dict[str, Any]:
+    common: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -56,6 +56,7 @@ def _shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    return common | own
 
 
 def _build(config: PreTrainedConfig) -> Any:
@@ -67,11 +68,49 @@ def _build(config: PreTrainedConfig) -> Any:
 def tiny_dense() -> tuple[Any, Any]:
     """A Llama with 2 layers of width 64, and its tokenizer."""
     tokenizer = tiny_tokenizer()
-    return _build(LlamaConfig(**_shape(tokenizer))), tokenizer
+    shape = _shape(tokenizer, num_hidden_layers=2, intermediate_size=128, num_key_value_heads=2)
+    return _build(LlamaConfig(**shape)), tokenizer
 
 
 def tiny_moe() -> tuple[Any, Any]:
     """A Qwen3-MoE with 2 layers of width 64, 4 experts, 2 of them for each token, and its tokenizer."""
     tokenizer = tiny_tokenizer()
-    experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
-    return _build(Qwen3MoeConfig(**_shape(tokenizer), **experts)), tokenizer
+    shape = _shape(
+        tokenizer,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
+    return _build(Qwen3MoeConfig(**shape)), tokenizer
+
+
+def untrained_dense() -> Any:
+    """A Llama with 3 layers of width 64: 155 thousand parameters."""
+    shape = _shape(
+        tiny_tokenizer(),
+        num_hidden_layers=3,
+        intermediate_size=176,
+        num_key_value_heads=4,
+        initializer_range=_START,
+    )
+    return _build(LlamaConfig(**shape))
+
+
+def untrained_moe() -> Any:
+    """A Qwen3-MoE with 4 layers of width 64, 16 experts, 2 of them for each token: 246 thousand parameters."""
+    shape = _shape(
+        tiny_tokenizer(),
+        num_hidden_layers=4,
+        intermediate_size=128,  # of dense layers, of which there are none
+        num_key_value_heads=1,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        initializer_range=_START,
+    )
+    return _build(Qwen3MoeConfig(**shape))

@@ -70,6 +70,20 @@ def _is_thought_then_answer(completion: str, *, opened: bool) -> bool:
     return bool(closed and answer.strip() and not tags)
 
 
+def sorted_list(completion: str, *, answer: Any) -> float:
+    """1 if the completion ends with the list that the answer ends with, as the task `sort` writes it: `...:abc;`.
+
+    What comes before the last list is not looked at.
+    """
+    found = _last_list(completion)
+    return float(found is not None and found == _last_list(str(answer)))
+
+
+def _last_list(text: str) -> str | None:
+    _, colon, found = text.strip().rpartition(":")
+    return found[:-1] if colon and found.endswith(";") and ";" not in found[:-1] else None
+
+
 # ------------------------------------------------------------------------------ numbers
 
 _RUN = re.compile(r"[0-9.,]+(?:[eE][-+]?[0-9]+)?")
@@ -179,4 +193,7 @@ RULES: dict[str, Rule] = {
     "boxed": Rule(boxed, lambda answer: _bare(_gold_of_box(answer)) != "", "text that is not empty"),
     "regex": Rule(regex),
     "format": Rule(format),
+    "sorted": Rule(
+        sorted_list, lambda answer: _last_list(str(answer)) is not None, "text that ends with `:` a list and `;`"
+    ),
 }

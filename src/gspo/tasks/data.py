@@ -19,10 +19,13 @@ from typing import Any
 
 from gspo.config import Data, Eval
 from gspo.errors import InputError
-from gspo.tasks import addition
+from gspo.tasks import builtin
+from gspo.tasks.task import Side, Task
 
 Row = dict[str, Any]
 GIVEN = "rows given from Python"
+Check = Callable[["Rows"], "Rows"]
+"""What rows have to be before they are used: they, or what is made of them. Raises InputError with the rows at fault."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,10 @@ class Rows:
         return shown + (f" and {len(indices) - 10} more" if len(indices) > 10 else "")
 
 
-def read_rows(data: Data, *, rows: Iterable[Mapping[str, Any]] | None = None) -> Rows:
+def read_rows(data: Data, *, rows: Iterable[Mapping[str, Any]] | None = None, check: Check | None = None) -> Rows:
     """The rows of `data.source`, or `rows` if they are given; the first `data.limit` of them.
+
+    `check`, if given, stands in the place of `checked_prompts`.
 
     Raises:
         InputError: no such file, data set or task; a malformed line; no rows; no prompt column; a prompt that is
@@ -62,16 +67,18 @@ def read_rows(data: Data, *, rows: Iterable[Mapping[str, Any]] | None = None) ->
     """
     if rows is not None:
         found = _collect(GIVEN, islice(rows, data.limit))
-    elif data.source in _TASKS:
-        found = _from_task(data.source, data, "train", data.limit)
+    elif (task := builtin.find(data.source)) is not None:
+        found = _from_task(data.source, task, "train", data.limit)
     elif (reader := _READERS.get(Path(data.source).suffix)) is not None:
         found = reader(_existing(data.source), data.limit)
     else:
         found = _from_hub(data)
-    return _checked(found, data.prompt)
+    return (check or checked_prompts(data))(found)
 
 
-def held_out_rows(data: Data, evaluation: Eval, *, train: Rows | None = None) -> Rows | None:
+def held_out_rows(
+    data: Data, evaluation: Eval, *, train: Rows | None = None, check: Check | None = None
+) -> Rows | None:
     """The rows to evaluate on: those of `eval.source`, else the held-out rows of the task, else None.
 
     A task named by `eval.source` gives its held-out rows. `train`, the rows trained on, need only be passed if they
@@ -80,12 +87,14 @@ def held_out_rows(data: Data, evaluation: Eval, *, train: Rows | None = None) ->
     Raises:
         InputError: as `read_rows`.
     """
-    if evaluation.source is None and ((train is not None and train.name == GIVEN) or data.source not in _TASKS):
+    source = evaluation.source or (None if train is not None and train.name == GIVEN else data.source)
+    task = builtin.find(source) if source is not None else None
+    if source is None or (evaluation.source is None and task is None):
         return None
-    source = evaluation.source or data.source
-    if source in _TASKS:
-        return _checked(_from_task(source, data, "held_out", evaluation.limit), data.prompt)
-    return read_rows(data.model_copy(update={"source": source, "split": evaluation.split, "limit": evaluation.limit}))
+    if task is not None:
+        return (check or checked_prompts(data))(_from_task(source, task, "held_out", evaluation.limit))
+    theirs = data.model_copy(update={"source": source, "split": evaluation.split, "limit": evaluation.limit})
+    return read_rows(theirs, check=check)
 
 
 def overlap(train: Rows, held_out: Rows, data: Data) -> str | None:
@@ -116,9 +125,9 @@ def _collect(name: str, found: Iterable[Any], **more: Any) -> Rows:
     return Rows(name, tuple({column: row.get(column) for column in columns} for row in listed), columns, **more)
 
 
-def _from_task(task: str, data: Data, side: addition.Side, limit: int | None) -> Rows:
-    rows, notes = _TASKS[task](data, side, limit=limit)
-    return _collect(task if side == "train" else f"{task}, held out", rows, notes=notes)
+def _from_task(source: str, task: Task, side: Side, limit: int | None) -> Rows:
+    rows, notes = task.rows(side, limit=limit)
+    return _collect(source if side == "train" else f"{source}, held out", rows, notes=notes)
 
 
 def _existing(source: str) -> Path:
@@ -178,9 +187,7 @@ def _from_hub(data: Data) -> Rows:
     """`owner/name`, or `owner/name:configuration` where a data set has several."""
     source, _, configuration = data.source.partition(":")
     path = Path(data.source)
-    near = get_close_matches(data.source, _TASKS, n=1, cutoff=0.85)
-    if near:
-        raise InputError(f"data.source={data.source}: no such task; did you mean {near[0]!r}?")
+    builtin.refuse_near(data.source)
     if path.is_file():
         raise InputError(f"data: {path}: cannot read files of this kind; the name must end in {', '.join(_READERS)}")
     if path.is_dir() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
@@ -193,7 +200,7 @@ def _from_hub(data: Data) -> Rows:
             table = datasets.load_dataset(source, configuration or None, split=data.split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
-            f"data.source={data.source}: tried the built-in tasks ({', '.join(_TASKS)}), a file of that name, and the "
+            f"data.source={data.source}: tried the built-in tasks ({', '.join(builtin.TASKS)}), a file of that name, and the "
             f"hub data set {source!r} with split {data.split!r}, where: {error}. A configuration of a data set is "
             f"written {source}:CONFIGURATION.{_near_file(path)}"
         ) from error
@@ -219,7 +226,6 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-_TASKS = {"addition": addition.read}
 _READERS: dict[str, Callable[[Path, int | None], Rows]] = {
     ".jsonl": _from_jsonl,
     ".ndjson": _from_jsonl,
@@ -231,30 +237,41 @@ _READERS: dict[str, Callable[[Path, int | None], Rows]] = {
 # ------------------------------------------------------------------------------ checks
 
 
-def _checked(found: Rows, column: str) -> Rows:
+def checked_prompts(data: Data) -> Check:
+    """Every row has a prompt: text, or messages that end before the answer."""
+    return lambda found: checked_column(found, data.prompt, "data.prompt", _fault)
+
+
+def checked_column(found: Rows, column: str, key: str, fault: Callable[[Any], str | None]) -> Rows:
+    """`found`, if it has the column that `key` names and `fault` finds none in it; else InputError with the rows."""
     if not found.rows:
         raise InputError(f"{found.name}: no rows")
     if column not in found.columns:
         near = get_close_matches(column, found.columns, n=1)
-        hint = f"; did you mean data.prompt={near[0]}?" if near else "; set data.prompt"
+        hint = f"; did you mean {key}={near[0]}?" if near else f"; set {key}"
         raise InputError(
-            f"{found.name}: no column {column!r} (data.prompt) among its columns {', '.join(found.columns)}{hint}"
+            f"{found.name}: no column {column!r} ({key}) among its columns {', '.join(found.columns)}{hint}"
         )
     faults: dict[str, list[int]] = {}
     for i, row in enumerate(found.rows):
-        if fault := _fault(row[column]):
-            faults.setdefault(fault, []).append(i)
+        if said := fault(row[column]):
+            faults.setdefault(said, []).append(i)
     if faults:
-        each = "; ".join(f"{found.places(where)}: {fault}" for fault, where in faults.items())
+        each = "; ".join(f"{found.places(where)}: {said}" for said, where in faults.items())
         raise InputError(f"{found.name}: column {column!r}: {each}. Rows are counted from 0")
     return found
 
 
-def _unwritable(text: str) -> str | None:
+def unwritable(text: str) -> str | None:
     """Half of a surrogate pair can stand in JSON, and in no file and no tokenizer."""
-    return (
-        "the prompt has a character that is no Unicode text" if any("\ud800" <= c <= "\udfff" for c in text) else None
-    )
+    return "it has a character that is no Unicode text" if any("\ud800" <= c <= "\udfff" for c in text) else None
+
+
+def message_fault(message: Any) -> str | None:
+    """What is wrong with a chat message, or None."""
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        return 'each message is {"role": text, "content": text}'
+    return unwritable(message["content"])
 
 
 def _fault(prompt: Any) -> str | None:
@@ -262,18 +279,13 @@ def _fault(prompt: Any) -> str | None:
     if prompt is None:
         return "the prompt is null"
     if isinstance(prompt, str):
-        return _unwritable(prompt) or (None if prompt.strip() else "the prompt is empty")
+        return unwritable(prompt) or (None if prompt.strip() else "the prompt is empty")
     if not isinstance(prompt, list):
         return f"a prompt is text or a list of messages, not {type(prompt).__name__}"
     if not prompt:
         return "the prompt is an empty list of messages"
-    for message in prompt:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            return 'each message is {"role": text, "content": text}'
-        if fault := _unwritable(message["content"]):
-            return fault
+    if fault := next(filter(None, map(message_fault, prompt)), None):
+        return fault
     if prompt[-1]["role"] == "assistant":
         return "the messages end with the assistant's answer, which the model is to write: leave it out"
     return None if any(message["content"].strip() for message in prompt) else "the prompt is empty"

@@ -6,6 +6,7 @@ The job calls it before the model is loaded, so that a prompt that is too long c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +39,16 @@ def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Render
             the template refuses; prompts longer than `data.max_prompt_tokens` under `data.too_long=refuse`, or
             under `drop` when none is left; a prompt without tokens.
     """
-    chat = _uses_template(rows, tokenizer, data)
+    chat = uses_template(rows, tokenizer, data)
     if chat:
-        texts = [_templated(rows, i, tokenizer, data) for i in range(len(rows))]
+        texts = [templated(rows, i, tokenizer, data) for i in range(len(rows))]
     else:
         texts = [row[data.prompt] for row in rows.rows]
     ids = tokenizer(texts, add_special_tokens=not chat, truncation=False, padding=False, verbose=False)["input_ids"]
     lengths = [len(row_ids) for row_ids in ids]
     if bare := [i for i, length in enumerate(lengths) if length == 0]:
         raise InputError(f"{rows.name}: {rows.places(bare)}: the tokenizer makes no tokens of this prompt")
-    notes = _too_long(rows, lengths, data)
+    notes = too_long(rows, lengths, data, what="prompts", key="max_prompt_tokens")
     prompts = (
         Prompt(row=i, text=texts[i], token_ids=np.asarray(ids[i], dtype=np.int64), columns=rows.rows[i])
         for i in range(len(rows))
@@ -56,7 +57,8 @@ def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Render
     return Rendered(tuple(prompts), notes)
 
 
-def _uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> bool:
+def uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> bool:
+    """Whether prompts go through the chat template. Raises InputError if they must and cannot, or the other way round."""
     has = bool(tokenizer.chat_template)
     if data.template == "chat" and not has:
         raise InputError(
@@ -72,7 +74,11 @@ def _uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -
     return False
 
 
-def _templated(rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data) -> str:
+def templated(rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data, answer: str | None = None) -> str:
+    """A row's prompt as the template writes it, up to where the assistant begins; or to the end of its `answer`.
+
+    Raises InputError for messages that the template refuses.
+    """
     from jinja2.exceptions import TemplateError
 
     prompt = rows.rows[index][data.prompt]
@@ -84,24 +90,26 @@ def _templated(rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data:
         messages = [{"role": "system", "content": data.system}, *messages]
     # Parquet gives every message the keys of all messages; templates ask whether a key is there, not whether it is null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if answer is not None:
+        messages = [*messages, {"role": "assistant", "content": answer}]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None))
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(f"{where}: the chat template refuses its messages ({roles}): {error}") from error
 
 
-def _too_long(rows: Rows, lengths: list[int], data: Data) -> tuple[str, ...]:
-    """Refuse, or say which rows are dropped."""
-    limit = data.max_prompt_tokens
+def too_long(rows: Rows, lengths: Sequence[int], data: Data, *, what: str, key: str) -> tuple[str, ...]:
+    """Refuse rows with more tokens than `data.KEY`, or say which are dropped."""
+    limit = getattr(data, key)
     long = [i for i, length in enumerate(lengths) if length > limit]
     if not long:
         return ()
     shown = ", ".join(f"{rows.place(i)} has {lengths[i]}" for i in long[:10])
     more = f" and {len(long) - 10} more" if len(long) > 10 else ""
-    said = f"{rows.name}: {len(long)} of {len(lengths)} prompts are longer than data.max_prompt_tokens={limit}: {shown}{more}"
+    said = f"{rows.name}: {len(long)} of {len(lengths)} {what} are longer than data.{key}={limit}: {shown}{more}"
     if data.too_long == "refuse":
-        raise InputError(f"{said}. Set data.max_prompt_tokens={max(lengths)}, or data.too_long=drop to leave them out")
+        raise InputError(f"{said}. Set data.{key}={max(lengths)}, or data.too_long=drop to leave them out")
     if len(long) == len(lengths):
-        raise InputError(f"{said}. None is left: set data.max_prompt_tokens={max(lengths)}")
+        raise InputError(f"{said}. None is left: set data.{key}={max(lengths)}")
     return (f"{said}; dropped",)

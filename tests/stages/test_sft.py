@@ -1,0 +1,380 @@
+"""Supervised fine-tuning: the right loss on the right tokens however it is packed, runs that resume, and learning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+import norms
+from gspo import config, settings
+from gspo.batch import Batch, answers_batch
+from gspo.build import resumed_run
+from gspo.config import Sft
+from gspo.errors import InputError, OutOfMemoryError, RunError
+from gspo.stages.sft import Result, SftJob, grouped, likelihood, tune
+from gspo.stages.sft_build import build
+
+ROWS = [
+    {"prompt": "say one", "answer": "one"},
+    {"prompt": "say two", "answer": "two, too"},
+    {"prompt": "say one", "answer": "a longer one"},
+    {"prompt": "x", "answer": "y"},
+    {"prompt": "say one", "answer": "1"},
+]
+"""One prompt stands three times, so that there are trees; lengths differ."""
+
+
+def made(folder: Path, rows: list[dict[str, Any]] | None = None, **keys: Any) -> SftJob:
+    """A job on the two-layer Llama, in float64 without a chat template unless told otherwise."""
+    model = {"name": "random-dense", "dtype": "float64"} | keys.pop("model", {})
+    data = {"source": "python", "template": "none"} | keys.pop("data", {})
+    tree = {"dir": str(folder), "threads": 1, "batch_size": len(ROWS), "steps": 1, "model": model, "data": data, **keys}
+    job = build(settings.check_as(Sft, tree, "test"), rows=rows or ROWS)
+    if model["dtype"] == "float64":
+        norms.in_float64(job.policy.model)
+    return job
+
+
+def batch_of(job: SftJob, budget: int, order: list[int] | None = None) -> Batch:
+    answers = [job.answers[i] for i in order or sorted(job.answers)]
+    return answers_batch(grouped(list(enumerate(answers))), budget)
+
+
+def gradients(job: SftJob, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient, before the optimizer: Adam would hide a constant scale."""
+    sums = job.learner._accumulate(job.learner.placed(batch), likelihood)
+    found = {name: p.grad.clone() for name, p in job.learner.masters.items() if p.grad is not None}
+    job.learner.optimizer.zero_grad()
+    return sums.loss, found
+
+
+def by_hand(job: SftJob, rows: list[dict[str, str]]) -> tuple[float, dict[str, Tensor]]:
+    """One sequence at a time by the model's own logits: none of our packing, head, loss or rendering."""
+    model, tokenizer = job.policy.model, job.policy.tokenizer
+    model.set_attn_implementation("sdpa")  # eager makes its softmax in float32
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
+        ids = torch.tensor([*prompt, *answer])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[len(prompt) :], reduction="sum")
+        count += len(answer)
+    model.zero_grad()
+    (total / count).backward()
+    return float(total.detach()) / count, {name: p.grad for name, p in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------ the loss
+
+
+# transformers takes a router's softmax in float32 whatever the model's type.
+@pytest.mark.parametrize(("name", "rounding"), [("random-dense", 1e-12), ("random-moe", 1e-9)])
+def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(name: str, rounding: float, tmp_path: Path) -> None:
+    job = made(tmp_path / "run", model={"name": name})
+    loss, found = gradients(job, batch_of(job, 50))
+    expected, gradient = by_hand(job, ROWS)
+    assert loss == pytest.approx(expected, rel=1e-10)
+    assert found.keys() == gradient.keys()
+    for key in found:
+        torch.testing.assert_close(found[key], gradient[key], rtol=1e-8, atol=rounding)
+
+
+def test_only_the_answers_are_trained_on_and_a_repeated_prompt_stands_once(tmp_path: Path) -> None:
+    job = made(tmp_path / "run")
+    batch, tokenizer = batch_of(job, 1000), job.policy.tokenizer
+    order = [0, 2, 4, 1, 3]  # answers to the same prompt together
+    expected = [[*tokenizer(ROWS[i]["answer"])["input_ids"], tokenizer.eos_token_id] for i in order]
+    assert batch.target_N.tolist() == [i for ids in expected for i in ids]
+    assert batch.length_S.tolist() == [len(ids) for ids in expected]
+    prompts = len("say one") + len("say two") + len("x")
+    assert len(batch.tokens_T) == prompts + sum(len(ids) - 1 for ids in expected), "the last token predicts nothing"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SftJob:
+    return made(tmp_path_factory.mktemp("job") / "run")
+
+
+@hypothesis_settings(deadline=None, max_examples=12)
+@given(budget=st.integers(1, 120), order=st.permutations(range(5)))
+def test_neither_micro_batches_nor_order_change_the_gradient(job: SftJob, budget: int, order: list[int]) -> None:
+    loss, whole = gradients(job, batch_of(job, 1000))
+    other_loss, other = gradients(job, batch_of(job, budget, order))
+    assert other_loss == pytest.approx(loss, rel=1e-12)
+    for key in whole:
+        torch.testing.assert_close(other[key], whole[key], rtol=1e-9, atol=1e-12)
+
+
+def test_memory_that_ends_is_met_with_smaller_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, budgets = made(tmp_path / "run"), []
+    real = job.learner.update
+
+    def scarce(batch: Batch, objective: Any) -> Any:
+        largest = max(micro.token.stop - micro.token.start for micro in batch.plan)
+        budgets.append(largest)
+        if largest > 24:
+            raise OutOfMemoryError("out of memory")
+        return real(batch, objective)
+
+    monkeypatch.setattr(job.learner, "update", scarce)
+    job.update()
+    assert budgets[0] > 24 >= budgets[-1]
+    assert job.progress.max_tokens_per_microbatch is not None
+    monkeypatch.setattr(job.learner, "update", lambda *_: (_ for _ in ()).throw(OutOfMemoryError("out of memory")))
+    with pytest.raises(RunError, match="one answer at a time"):
+        job.update()
+
+
+# ------------------------------------------------------------------------------ answers as ids
+
+
+def ids_of(job: SftJob, row: int) -> str:
+    return str(job.policy.tokenizer.decode(job.answers[row].answer_ids))
+
+
+def test_a_chat_template_gives_the_turn_that_it_writes_and_the_end_token_is_added(tmp_path: Path) -> None:
+    job = made(tmp_path / "run", data={"template": "chat"})
+    assert job.answers[0].prompt.text == "user: say one\nassistant: "
+    assert ids_of(job, 0) == "one\n<eos>"
+
+
+def with_template(folder: Path, template: str) -> str:
+    from gspo.models.tiny import tiny_dense
+
+    model, tokenizer = tiny_dense()
+    tokenizer.chat_template = template
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def test_an_answer_ends_with_the_end_token_that_the_template_wrote(tmp_path: Path) -> None:
+    name = with_template(tmp_path / "model", TURNS)
+    job = made(tmp_path / "run", model={"name": name}, data={"template": "auto"})
+    assert ids_of(job, 1) == "two, too<eos>", "what the template puts after it is not trained"
+
+
+def test_conversations_are_taken_apart_and_their_last_turn_is_learned(tmp_path: Path) -> None:
+    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["a", "b", "c", "d"], strict=True)]
+    name = with_template(tmp_path / "model", TURNS)
+    rows = [{"messages": talk}, {"messages": talk[:2]}]
+    model, data = {"name": name}, {"messages": "messages", "template": "auto"}
+    job = made(tmp_path / "run", rows, model=model, data=data, batch_size=2)
+    assert job.answers[0].prompt.text == "user:a<eos>\nassistant:b<eos>\nuser:c<eos>\nassistant:"
+    assert [ids_of(job, i) for i in (0, 1)] == ["d<eos>", "b<eos>"]
+
+
+BAD_ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
+    ([{"prompt": "a"}], {}, ["no column 'answer'", "data.answer"]),
+    ([{"prompt": "a", "anser": "b"}], {}, ["did you mean data.answer=anser"]),
+    ([{"question": "a", "answer": "b"}], {}, ["no column 'prompt'"]),
+    ([*ROWS, {"prompt": "a", "answer": " "}], {}, ["row 5", "the answer is empty"]),
+    ([*ROWS, {"prompt": "a", "answer": None}], {}, ["row 5", "the answer is null"]),
+    ([*ROWS, {"prompt": "a", "answer": 7}], {}, ["row 5", "an answer is text, not int"]),
+    ([*ROWS, {"prompt": "a", "answer": "b" * 9}], {"max_answer_tokens": 8}, ["row 5 has 9", "too_long=drop", "row 2 has 12"]),
+    ([{"prompt": "a", "answer": "b<eos>c"}], {}, ["row 0", "end token '<eos>' before its end"]),
+    ([{"prompt": "a", "answer": "b" * 2050}], {}, ["row 0", "exceed the model's 2048 positions"]),
+    ([{"m": [{"role": "user", "content": "a"}]}], {"messages": "m"}, ["row 0", "at least two messages"]),
+    ([{"m": [{"role": "user", "content": "a"}] * 2}], {"messages": "m"}, ["row 0", "no assistant's turn at its end"]),
+    ([{"m": "a"}], {"messages": "n"}, ["no column 'n' (data.messages)"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "data", "parts"), BAD_ROWS, ids=[str(parts[0]) for *_, parts in BAD_ROWS])
+def test_bad_rows_are_refused_by_name(
+    rows: list[dict[str, Any]], data: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as caught:
+        made(tmp_path / "run", rows, data=data)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+    assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m.role == 'user' %}u:{{ m.content }}\n{% endif %}{% endfor %}",
+        "{{ messages | length }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
+    ],
+    ids=["none", "rewritten"],
+)
+def test_a_template_without_an_assistants_turn_is_refused(template: str, tmp_path: Path) -> None:
+    name = with_template(tmp_path / "model", template)
+    with pytest.raises(InputError, match=r"row 0: the chat template has no turn of the assistant.*data\.template=none"):
+        made(tmp_path / "run", model={"name": name}, data={"template": "auto"})
+
+
+def test_an_answer_that_is_too_long_is_dropped_when_asked_and_said(tmp_path: Path, capsys: Any) -> None:
+    job = made(tmp_path / "run", data={"max_answer_tokens": 8, "too_long": "drop"})
+    assert sorted(job.answers) == [0, 1, 3, 4]
+    assert "1 of 5 answers are longer than data.max_answer_tokens=8: row 2 has 12; dropped" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------ runs
+
+
+SORT: dict[str, Any] = dict(
+    model={"dtype": "float32"},
+    data={"source": "sort:2", "limit": 64, "template": "none"},
+    batch_size=8,
+    optimizer={"learning_rate": 3e-3, "schedule": "linear", "warmup_updates": 3},
+    checkpoint={"every": 2, "keep": 3},
+    eval={"every": 3, "limit": 8, "reward": "sorted"},
+    sampling={"max_new_tokens": 12},
+)
+
+
+def run(folder: Path, **keys: Any) -> Result:
+    tree = {"dir": str(folder), "threads": 1, **SORT, **keys}
+    tree["model"] = {"name": "random-dense", **tree["model"]}
+    return tune(build(settings.check_as(Sft, tree, "test")))
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(dtype: str, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(whole, steps=10, model={"dtype": dtype})
+    run(cut, steps=10, model={"dtype": dtype})
+    for path in (cut / "checkpoints" / "00000010").iterdir():
+        path.unlink()
+    (cut / "checkpoints" / "00000010").rmdir()
+    again = tune(build(resumed_run(Sft, cut, []), resume=cut))
+    assert again.step == 10
+    assert journal(cut) == journal(whole)
+    assert journal(cut)[8]["epoch"] == 9 / 8, "it went over the end of an epoch"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(folder / "checkpoints" / "00000010" / name) for folder in (whole, cut))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a), name
+    best = min((line for line in journal(cut) if "eval/loss" in line), key=lambda line: line["eval/loss"])
+    assert os.readlink(cut / "best") == f"checkpoints/{best['step']:08d}"
+
+
+def test_a_run_goes_on_only_with_its_data_its_command_and_more_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, steps=2)
+    with pytest.raises(InputError, match="nothing is left"):
+        resumed_run(Sft, folder, [])
+    with pytest.raises(InputError, match="Only steps can be changed"):
+        resumed_run(Sft, folder, ["batch_size=4"])
+    with pytest.raises(InputError, match="a run of `gspo sft`"):
+        resumed_run(config.Run, folder, [])
+    longer = resumed_run(Sft, folder, ["steps=3"])
+    other = longer.model_copy(update={"data": longer.data.model_copy(update={"source": "sort:3"})})
+    with pytest.raises(InputError, match="put the data back"):
+        build(other, resume=folder)
+    assert tune(build(longer, resume=folder)).step == 3
+
+
+def test_epochs_say_how_many_steps(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", epochs=1.5, eval={"every": 0}, sampling={})
+    assert result.step == 12
+    assert settings.load_as(Sft, tmp_path / "run" / "run.yaml").steps == 12
+    seen = journal(tmp_path / "run")
+    assert [line["loss/tokens"] for line in seen] == [8 * 10] * 12
+
+
+def test_the_loss_falls_and_sampled_answers_get_better(tmp_path: Path) -> None:
+    evaluation = {"every": 60, "limit": 32, "reward": {"function": "regex", "pattern": "^[a-t]:[a-t];[a-t]:[a-t]{2};$"}}
+    keys = dict(optimizer={"learning_rate": 1e-2}, batch_size=32, eval=evaluation)
+    result = run(tmp_path / "run", steps=60, **keys)
+    lines = journal(tmp_path / "run")
+    assert lines[0]["eval/start/loss"] == result.start["loss"] == pytest.approx(4.1, abs=0.3), "near ln 58"
+    assert result.start["reward"] == 0.0
+    assert result.last["loss"] is not None
+    assert result.last["loss"] < 1.3
+    assert lines[-1]["loss"] < 1.0
+    assert result.last["reward"] is not None
+    assert result.last["reward"] > 0.5
+
+
+def test_the_held_out_loss_is_the_mean_over_answer_tokens(tmp_path: Path) -> None:
+    job = made(tmp_path / "run", data={"source": "sort:3", "template": "none"}, eval={"source": "sort:3", "limit": 6})
+    found = job.measure()
+    rows = [{"prompt": each.prompt.text, "answer": each.answer} for each in job.held_out]
+    expected, _ = by_hand(job, rows)
+    assert found["eval/loss"] == pytest.approx(expected, rel=1e-10)
+    assert found["eval/tokens"] == 6 * 16
+
+
+def test_a_signal_saves_the_step_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"dir": str(tmp_path / "run"), "threads": 1, "steps": 50, **SORT, "checkpoint": {"every": 0}}
+    job = build(settings.check_as(Sft, {**tree, "model": {"name": "random-dense", "dtype": "float32"}}, "test"))
+    record = job.record
+
+    def interrupted(step: int, stats: Any) -> Any:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record(step, stats)
+
+    monkeypatch.setattr(job, "record", interrupted)
+    result = tune(job)
+    assert (result.step, result.exit_code) == (4, 143)
+    assert (tmp_path / "run" / "checkpoints" / "00000004" / "model.safetensors").is_file()
+
+
+BAD_KEYS = [
+    (["steps=3", "epochs=1"], "steps and epochs"),
+    (["eval.reward=null", "eval.samples=4"], "samples has no effect without a reward"),
+    (["eval.reward=null", "sampling.temperature=0.5", "sampling.max_rows=64"], "no effect without eval.reward"),
+    (["algorithm=gspo"], "algorithm: no such key"),
+    (["optimizer.learning_rte=1"], "did you mean 'optimizer.learning_rate'"),
+    (["data=srot:8"], "did you mean 'sort:8'"),
+    (["eval.reward=nonsense", "data.limit=16"], "no such rule"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD_KEYS)
+def test_a_bad_word_ends_with_2_before_a_model_is_loaded(
+    words: list[str], part: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = command("sft", "tiny-dense", f"dir={tmp_path / 'run'}", *words)
+    assert code == 2, out + err
+    assert part in err
+    assert "policy" not in out
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    from gspo import cli
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = cli.guarded(lambda: cli.app(list(words)))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_the_command_ends_with_what_was_gained_and_goes_on(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = [f"dir={tmp_path / 'run'}", "steps=2", "batch_size=4", "data=sort:2", "data.limit=16", "eval.limit=4"]
+    code, out, err = command("sft", "tiny-dense", *words, "eval.source=sort:2", "model=random-dense")
+    assert code == 0, err
+    assert out.splitlines()[-2].startswith("held-out loss: 4.")
+    assert out.splitlines()[-1] == "held-out accuracy: 0.000 -> 0.000"
+    code, out, err = command("sft", "--resume", str(tmp_path / "run"), "steps=3")
+    assert code == 0, err
+    assert "step 3/3" in out
