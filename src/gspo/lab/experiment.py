@@ -104,9 +104,11 @@ class Protocol:
 
     arms: tuple[Arm, ...]
     seeds: int
-    """Seeds 0 to `seeds` - 1, for each arm."""
+    """How many, for each arm."""
     more_seeds: Mapping[str, int] = field(default_factory=dict)
     """By setting, where it is another number."""
+    first: int = 0
+    """The first seed; the next ones follow."""
 
 
 @dataclass(frozen=True)
@@ -133,4 +135,5 @@ class Experiment:
         """Seed by seed, so that a lab that is stopped early has compared all arms under some."""
         protocol = self.protocol(scale)
         counts = [(arm, seeds or protocol.more_seeds.get(arm.setting, protocol.seeds)) for arm in protocol.arms]
-        return [Trial(arm, seed) for seed in range(max(n for _, n in counts)) for arm, n in counts if seed < n]
+        longest = range(max(n for _, n in counts))
+        return [Trial(arm, protocol.first + i) for i in longest for arm, n in counts if i < n]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gspo.errors import InputError
 from gspo.lab.experiment import Experiment
+from gspo.lab.experiments.bands import BANDS
 from gspo.lab.experiments.control import CLIP_FRACTION, CONTROL
 from gspo.lab.experiments.efficiency import EFFICIENCY
 from gspo.lab.experiments.identities import IDENTITIES
@@ -19,7 +20,7 @@ from gspo.lab.experiments.precision import PRECISION
 from gspo.lab.experiments.reuse import REUSE
 
 EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e for e in (IDENTITIES, CLIP_FRACTION, CONTROL, PRECISION, REUSE, MOE, EFFICIENCY)
+    e.name: e for e in (IDENTITIES, CLIP_FRACTION, CONTROL, PRECISION, REUSE, MOE, EFFICIENCY, BANDS)
 }
 """In the order in which `--all` runs them."""
 
