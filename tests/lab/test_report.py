@@ -59,7 +59,16 @@ def test_nothing_measured_is_nothing_drawn() -> None:
 
 def test_constant_and_negative_numbers_have_an_axis() -> None:
     for values in ([0.3, 0.3], [-2e-3, -1e-3], [0.0, 0.0], [5.0, 5.0]):
-        ET.fromstring(chart("t", "step", [line(list(values))]))
+        text = chart("t", "step", [line(list(values))])
+        ET.fromstring(text)
+        assert all(26 <= y <= 234 for _, y in drawn(text, "polyline")[0]), "inside the frame"
+
+
+@pytest.mark.parametrize("values", [[0.018, 0.013], [1e-4, 0.3], [3e-7, 3e-7], [1.0, 1.0], [9.9e-4, 1e-3]])
+def test_a_logarithmic_axis_holds_its_values_and_has_marks(values: list[float]) -> None:
+    text = chart("t", "step", [line(list(values))], log=True)
+    assert all(26 <= y <= 234 for _, y in drawn(text, "polyline")[0])
+    assert text.count('class="grid"') >= 2
 
 
 def test_the_legend_names_every_arm() -> None:

@@ -5,6 +5,7 @@ In: summaries with their experiments, and the records of all arms. Out: the text
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -59,6 +60,11 @@ def _kind(word: str) -> str:
     return kinds.get(word, "not")
 
 
+def _prose(text: str) -> str:
+    """Words between backticks are code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def _word(word: str) -> str:
     return f'<span class="word {_kind(word)}">{escape(word)}</span>'
 
@@ -73,7 +79,7 @@ def _overview(summaries: Sequence[Summary]) -> str:
     for s in summaries:
         for i, d in enumerate(s.findings):
             name = f'<a href="#{s.name}">{s.name}</a>' if i == 0 else ""
-            rows.append((name, escape(d.claim), escape(d.source), _word(d.word), escape(d.numbers)))
+            rows.append((name, _prose(d.claim), escape(d.source), _word(d.word), escape(d.numbers)))
     return _table(("experiment", "claim", "made in", "result", "numbers"), rows)
 
 
@@ -88,7 +94,7 @@ def _chapter(summary: Summary, experiment: Experiment, records: Mapping[str, Rec
     failed = "".join(f'<p class="failed">Failed: {escape(text)}</p>' for text in summary.failed)
     return (
         f'<h2 id="{summary.name}">{escape(summary.name)}: {escape(summary.title)}</h2>'
-        f"<p>{escape(summary.about)}</p>{_findings(summary)}{failed}"
+        f"<p>{_prose(summary.about)}</p>{_findings(summary)}{failed}"
         f"{_contest(summary, experiment, curves)}"
         f"{''.join(_setting(setting, summary, curves) for setting in settings)}"
         f'<p class="soft">Protocol: <code>{escape(summary.command)}</code>, {len(trials)} runs, ended {summary.ended}, '
@@ -98,8 +104,8 @@ def _chapter(summary: Summary, experiment: Experiment, records: Mapping[str, Rec
 
 def _findings(summary: Summary) -> str:
     return "".join(
-        f'<div class="finding {_kind(d.word)}"><p>{escape(d.claim)} <small>({escape(d.source)})</small></p>'
-        f"<p>{_word(d.word)} {escape(d.numbers)}.</p><small>Rule's threshold: {escape(d.why)}.</small></div>"
+        f'<div class="finding {_kind(d.word)}"><p>{_prose(d.claim)} <small>({escape(d.source)})</small></p>'
+        f"<p>{_word(d.word)} {escape(d.numbers)}.</p><small>Rule's threshold: {_prose(d.why)}.</small></div>"
         for d in summary.findings
     )
 
@@ -224,6 +230,6 @@ def _appendix(
     head = ("experiment", "arm", "seed", "start", "final", "area", "peak", "s", "ended", "command")
     return (
         f'<h2 id="appendix">Appendix: every arm that was run</h2><p>In the order in which they ended: {len(records)} in all, '
-        f"{sum(r.status == 'failed' for r in records)} failed. An arm that two experiments share stands once. `none now`: its settings "
-        f"are no longer those of a protocol.</p>{_table(head, rows)}"
+        f"{sum(r.status == 'failed' for r in records)} failed. An arm that two experiments share stands once. <i>none now</i>: its settings, "
+        f"or the model's weights, are no longer those of a protocol.</p>{_table(head, rows)}"
     )

@@ -7,7 +7,7 @@ with a plotting library each chart would bring fonts and paths of a hundred kilo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -124,11 +124,18 @@ def _grid(x_axis: Axis, y_axis: Axis, x_label: str) -> str:
 
 def _ticks(axis: Axis) -> list[float]:
     if axis.log:
-        powers = range(math.ceil(math.log10(axis.lowest) - 1e-9), math.floor(math.log10(axis.highest) + 1e-9) + 1)
-        return [10.0**p for p in powers]
+        inside = [v for v in _ladder(axis.lowest, axis.highest) if axis.lowest * 0.999 <= v <= axis.highest * 1.001]
+        powers = [v for v in inside if round(math.log10(v), 6).is_integer()]
+        return powers if len(powers) >= 3 else inside
     step = _step(axis.highest - axis.lowest)
     first = math.ceil(axis.lowest / step - 1e-9)
     return [round(k * step, 12) for k in range(first, math.floor(axis.highest / step + 1e-9) + 1)]
+
+
+def _ladder(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times each power of ten from below `low` to above `high`."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [k * 10.0**p for p in powers for k in (1, 2, 5)]
 
 
 def _step(width: float, most: int = 6) -> float:
@@ -138,14 +145,14 @@ def _step(width: float, most: int = 6) -> float:
 
 
 def _rounded(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Outwards, to a power of ten or a tick."""
-    outward: tuple[Callable[[float], int], Callable[[float], int]] = (math.floor, math.ceil)
+    """Outwards, to a tick."""
     if log:
-        a, b = (f(math.log10(v)) for f, v in zip(outward, (low, high), strict=True))
-        return 10.0**a, 10.0 ** max(b, a + 1)
+        ladder = _ladder(low, high)
+        bottom = max(v for v in ladder if v <= low * 1.001)
+        return bottom, next(v for v in ladder if v >= high * 0.999 and v > bottom)
     step = _step(high - low if high > low else abs(high) or 1.0)
-    a, b = (f(v / step) for f, v in zip(outward, (low, high), strict=True))
-    return a * step, max(b, a + 1) * step
+    bottom = math.floor(low / step) * step
+    return bottom, max(math.ceil(high / step) * step, bottom + step)
 
 
 def _number(value: float) -> str:
