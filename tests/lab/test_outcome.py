@@ -30,6 +30,7 @@ def test_the_peak_is_of_ten_steps_and_no_lucky_one() -> None:
     found = outcome_of(lines([0.3] * 12 + [1.0] + [0.3] * 12))
     assert found.peak == pytest.approx(0.37)
     assert not found.collapsed
+    assert outcome_of(lines([1.0] + [0.2] * 20)).peak == pytest.approx(0.28)
 
 
 def test_a_run_shorter_than_the_window_is_its_mean() -> None:

@@ -117,6 +117,7 @@ def test_alike_asks_that_both_have_learned(a: float, b: float, word: str) -> Non
         (0.28, 0.0, 0.78, 0.78, SEEN),
         (0.28, 0.0, 0.35, 0.35, NOT_SEEN),  # and does not learn
         (0.0, 0.0, 0.78, 0.78, NOT_SEEN),
+        (0.28, 0.0005, 0.70, 0.78, NOT_SEEN),  # learns, but not as well
         (0.28, 0.0005, 0.60, 0.78, OPPOSITE),  # clips, and does not learn as well
         (0.001, 0.01, 0.78, 0.78, OPPOSITE),
     ],

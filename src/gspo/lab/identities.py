@@ -3,7 +3,7 @@
 In: a recipe and words, as of `gspo train`. Out: the folder of a run, with `gaps.json` beside its journal: the largest
 relative distance ||g - g'|| / ||g'|| of gradients of all weights, by name. A process of its own: `python -m gspo.lab.identities`.
 
-The run is the product's own: its objective is asked, at each update, for the loss of every row of the table on the
+The run is the product's own: its objective is asked, at each micro-batch, for the loss of every row of the table on the
 very forward pass that trains, with the weights and advantages of the run's own row, so that rows differ in ratio and
 gate alone. `on-policy NAME`: at a step's first update, where every ratio is 1, against the run's row. `gspo_token`: at
 all updates, off policy too, against `gspo`. `control`: `grpo` against `gspo` off policy, where they must differ.
@@ -43,19 +43,18 @@ class Comparison:
     rows: dict[str, Objective]
     parameters: list[nn.Parameter]
     gaps: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _sums: dict[str, Tensor] = field(default_factory=dict)
-    _micro: int = 0
 
     def __call__(self, logprob_N: Tensor, entropy_N: Tensor, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tally]:
-        """Loss and tally of the run's own row. The gradients of an update's micro-batches add up, then are compared."""
-        for name, objective in self.rows.items():
-            loss, _ = objective(logprob_N, entropy_N, batch, micro)
-            gradient = self._gradient(loss)
-            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
-        self._micro += 1
-        if self._micro == len(batch.plan):
-            self._compare(on_policy=batch.old_logprob_N is None)
-            self._sums, self._micro = {}, 0
+        """Loss and tally of the run's own row, once the gradients of this micro-batch have been compared."""
+        losses = {name: objective(logprob_N, entropy_N, batch, micro)[0] for name, objective in self.rows.items()}
+        gradients = {name: self._gradient(loss) for name, loss in losses.items()}
+        base = gradients[_SEQUENCE]
+        if batch.old_logprob_N is None:  # the first update of a step: this forward is the old policy
+            for name, gradient in gradients.items():
+                self._note(ON_POLICY + name, distance(gradient, base))
+        else:
+            self._note(CONTROL, distance(gradients[_TOKEN_RATIO], base))
+        self._note(TOKEN, distance(gradients[TOKEN], base))
         return self.own(logprob_N, entropy_N, batch, micro)
 
     def _gradient(self, loss: Tensor) -> Tensor:
@@ -64,15 +63,6 @@ class Comparison:
         )
         pairs = zip(parts, self.parameters, strict=True)
         return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
-
-    def _compare(self, on_policy: bool) -> None:
-        base = self._sums[_SEQUENCE]
-        if on_policy:
-            for name, gradient in self._sums.items():
-                self._note(ON_POLICY + name, distance(gradient, base))
-        else:
-            self._note(CONTROL, distance(self._sums[_TOKEN_RATIO], base))
-        self._note(TOKEN, distance(self._sums[TOKEN], base))
 
     def _note(self, name: str, gap: float) -> None:
         self.gaps[name] = max(self.gaps[name], gap)
@@ -85,18 +75,13 @@ def distance(gradient: Tensor, base: Tensor) -> float:
     return apart / size if size else float(apart > 0)
 
 
-def compared_rows() -> dict[str, Objective]:
-    """Every row of the table, its ratio against the trainer's old policy: `anchor=rollout` would add the engine's rounding."""
-    rows = presets.PRESETS.items()
-    return {name: policy_objective(row.model_copy(update={"anchor": "old"})) for name, row in rows}
-
-
 def main(words: Sequence[str]) -> None:
     """Run `recipe key=value ...`, write the gaps. Raises InputError and RunError as `gspo train` does."""
     machine.prepare()
     run = settings.load(words[0], list(words[1:]))
     job = build(run)
-    comparison = Comparison(job.objective, compared_rows(), list(job.learner.masters.values()))
+    rows = {name: policy_objective(row) for name, row in presets.PRESETS.items()}
+    comparison = Comparison(job.objective, rows, list(job.learner.masters.values()))
     job.objective = comparison
     result = train(job)
     (result.folder / GAPS).write_text(json.dumps(dict(comparison.gaps), indent=1))
