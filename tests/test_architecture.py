@@ -20,7 +20,7 @@ PACKAGE = Path(gspo.__file__).parent
 ORDER = [
     "errors", "types", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
     "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
-    "job", "build", "loop", "stages", "cli",
+    "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")
@@ -77,7 +77,12 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["-c", "import gspo"], *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"]))]
+    "words",
+    [
+        ["-c", "import gspo"],
+        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["lab"])),
+        ["-m", "gspo.cli", "lab", "--list"],
+    ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:
     """vllm, flash-attn, ray and wandb are not installed here either: huggingface/trl#4617, #3304."""

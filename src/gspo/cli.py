@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo eval`. Words in, exit codes out; torch is loaded by the commands alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -163,6 +163,45 @@ def evaluate(
 
     for line in evaluate_model(run):
         typer.echo(line)
+
+
+@app.command(
+    help="""Re-run the paper's claims at small scale: arms side by side, a verdict by a rule, one offline report.
+
+    gspo lab clip-fraction --quick
+
+    gspo lab --all --quick
+
+    gspo lab precision --full --seeds 5 dir=runs/lab
+
+    Stopped, it goes on when it is called again; what is finished is not run twice. Each experiment ends with one line:
+    `NAME: seen|not seen at this scale|the opposite (numbers)`.""",
+)
+def lab(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]... [dir=DIR]", help="Experiments; the folder.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show the experiments and exit.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few seeds and steps: minutes. The default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="At least 3 seeds and all settings: hours.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds an arm, in the place of the protocol's.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Arms run at once; by default one a core.")] = None,
+) -> None:
+    from gspo.lab import table
+
+    if listed:
+        typer.echo(table.listing())
+        return
+    asked = table.asked([*(words or [])], every=every)
+    if quick and full:
+        raise InputError("gspo lab: --quick and --full exclude each other")
+
+    from gspo.lab import command
+
+    scale: Literal["quick", "full"] = "full" if full else "quick"
+    folder, experiments = asked
+    raise typer.Exit(command.run(experiments, scale=scale, seeds=seeds, jobs=jobs, folder=folder, say=typer.echo))
 
 
 @app.callback(invoke_without_command=True)
