@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationInfo,
+    WrapSerializer,
     field_validator,
     model_validator,
 )
@@ -107,16 +108,45 @@ class RewardRule(Section):
 
     shorthand = "function"
     function: Annotated[
-        str | Callable[..., float | None],
+        str | Callable[..., Any],
         PlainSerializer(
             lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
         ),
     ] = "number"
-    """exact, number, boxed, regex, format, or `file.py:name`: a function (completion, **columns) -> float | None."""
-    answer: str = "answer"
-    """Column with the right answer, for the built-in rules."""
-    pattern: str | None = None
-    """Regular expression of the rules regex and format."""
+    """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see the README), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
+    weight: float = 1.0
+    """What its value counts in the sum of several; 0: it is journalled, and counts nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments(cls, value: Any) -> Any:
+        for key, shown in (("answer", "number:COLUMN"), ("pattern", "regex:PATTERN")):
+            if isinstance(value, Mapping) and key in value:
+                raise ValueError(f"no such key as {key}: the argument of a ready reward stands behind its name, as in {shown}")
+        return value
+
+
+Rules = Annotated[
+    tuple[RewardRule, ...],
+    BeforeValidator(lambda value: _rules(value)),
+    WrapSerializer(lambda rules, dump: dumped[0] if len(dumped := dump(rules)) == 1 else dumped),
+]
+"""One rule, or several whose values are added; one is written without a list around it."""
+
+
+class Judging(Section):
+    """The processes in which reward functions run."""
+
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds for an answer; then the function's process is killed and the answer has no verdict. A function over a group has the time of all its answers."""
+    workers: int | None = Field(default=None, gt=0)
+    """Processes; null: one a core, at most 8."""
+    memory_gb: float | None = Field(default=4.0, gt=0)
+    """Address space of a process, in GiB; null: no limit, which functions that use a GPU need."""
+    max_failed: float = Field(default=0.5, ge=0, le=1)
+    """Share of a function's judgements in a step that may time out or crash; above it the run stops with the evidence."""
+    allow_unsafe: bool = False
+    """Run the programs that the reward `code` judges even where this machine has no wall around them."""
 
 
 class Sampling(Section):
@@ -172,8 +202,8 @@ class Eval(Section):
     """Also journal the reward of the likeliest tokens, as eval/greedy."""
     pass_at: float = 1.0
     """Reward from which an answer counts as passed."""
-    reward: RewardRule | None = None
-    """Its own rule; null: the training reward."""
+    reward: Rules | None = None
+    """Its own rule or rules, written as `reward` is; null: the training reward."""
 
 
 class Checkpoint(Section):
@@ -205,7 +235,8 @@ class Run(Section):
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
     data: Data = Data()
-    reward: RewardRule = RewardRule()
+    reward: Rules = (RewardRule(),)
+    judging: Judging = Judging()
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
@@ -229,6 +260,13 @@ class Run(Section):
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
         return self
+
+
+def _rules(value: Any) -> tuple[Any, ...]:
+    rules = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not rules:
+        raise ValueError("an empty list; name at least one rule")
+    return rules
 
 
 def _algorithm(value: Any) -> Any:

@@ -107,6 +107,8 @@ def lay_over(tree: Tree, key: str, value: Any) -> None:
         return
     for depth, name in enumerate(parents):
         below = tree.get(name)
+        if isinstance(below, list | tuple):
+            raise InputError(f"{key}: there are {len(below)} {name} rules, and the key is of one: give the whole list")
         if not isinstance(below, dict):
             shorthand = shorthands.get(".".join(parents[: depth + 1]))
             below = {shorthand: below} if shorthand and below is not None else {}
@@ -124,7 +126,8 @@ def check(tree: Tree, where: str) -> Run:
 
 def _parse(key: str, word: str) -> Any:
     """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
-    if key in _shorthands() or key in _text_keys():
+    listed = key in _shorthands() and word.startswith(("[", "{"))
+    if not listed and (key in _shorthands() or key in _text_keys()):
         return None if word == "null" else word
     try:
         return yaml.safe_load(word) if word else ""
@@ -133,7 +136,7 @@ def _parse(key: str, word: str) -> Any:
 
 
 def _explain(error: Any) -> str:
-    path = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
+    path = [str(part) for part in error["loc"] if not (isinstance(part, int) or str(part).startswith("function-"))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{_suggest(path)}"
@@ -153,6 +156,8 @@ def _suggest(path: list[str]) -> str:
     near = near or [anywhere[n] for n in get_close_matches(leaf, anywhere, n=1, cutoff=0.7)]
     if near:
         return f"; did you mean {near[0]!r}?"
+    if not siblings:
+        return ""
     return f" in {'.'.join(parents) or 'the top level'}, which has {', '.join(siblings)}"
 
 
@@ -191,10 +196,17 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key is of, or holds several of: `reward` is a rule, or a list of rules."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for kind in get_args(annotation) if (found := _section_in(kind)) is not None), None)
+
+
 @cache
 def _shorthands() -> dict[str, str]:
     """Sections that a bare value stands for, with the key that takes it."""
-    sections = {key: section for key, field in _walk(Run, "") if (section := _section(field)) is not None}
+    sections = {key: section for key, field in _walk(Run, "") if (section := _section_in(field.annotation)) is not None}
     named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
     return {key: shorthand for key, shorthand in named.items() if shorthand}
 
