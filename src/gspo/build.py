@@ -41,11 +41,19 @@ def build(
     """
     folder = resume or _new_folder(run)
     saved = store.read_saved(folder) if resume else None
-    console = Console(run.steps)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
+    try:
+        return _joined(run, inputs, folder, saved)
+    except BaseException:
+        inputs.close()
+        raise
+
+
+def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -> Job:
+    console = Console(run.steps)
     if saved is not None and saved.about.get("data_sha256") != inputs.sha256:
         raise InputError(
-            f"{resume}: the prompts are not those that the run was started with: put the data back as it was, "
+            f"{folder}: the prompts are not those that the run was started with: put the data back as it was, "
             "or start a new run"
         )
     console.say(plan(run))
@@ -207,6 +215,13 @@ def evaluate_model(run: Run) -> Iterator[str]:
     Raises InputError if the recipe has no held-out prompts.
     """
     inputs = read_inputs(run)
+    try:
+        yield from _evaluated(run, inputs)
+    finally:
+        inputs.close()
+
+
+def _evaluated(run: Run, inputs: Inputs) -> Iterator[str]:
     if not inputs.held_out:
         raise InputError("nothing to evaluate on: this data has no held-out rows of its own; give eval.source=FILE")
     set_threads(run.threads)
@@ -221,5 +236,6 @@ def evaluate_model(run: Run) -> Iterator[str]:
             engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
         )
         name, k = "greedy" if greedy else "sampled", found.samples
+        yield from (f"note: {notice}" for notice in inputs.held_out_reward.notices())
         yield f"{name} reward, avg@{k}: {found.reward.value:.3f} (95 % interval {found.reward.low:.3f} to {found.reward.high:.3f}) on {found.rows} prompts"
         yield f"{name} pass@{k}: {found.pass_at_k.value:.3f} ({found.pass_at_k.low:.3f} to {found.pass_at_k.high:.3f}); {found.length:.1f} tokens an answer; {found.unjudged} prompts unjudged"

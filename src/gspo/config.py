@@ -122,7 +122,9 @@ class RewardRule(Section):
     def _arguments(cls, value: Any) -> Any:
         for key, shown in (("answer", "number:COLUMN"), ("pattern", "regex:PATTERN")):
             if isinstance(value, Mapping) and key in value:
-                raise ValueError(f"no such key as {key}: the argument of a ready reward stands behind its name, as in {shown}")
+                raise ValueError(
+                    f"no such key as {key}: the argument of a ready reward stands behind its name, as in {shown}"
+                )
         return value
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo.engines.engine import Engine, Request
-from gspo.rewards.load import RewardFunction
+from gspo.rewards.score import Scorer
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt
 
@@ -50,7 +50,7 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    reward: RewardFunction,
+    reward: Scorer,
     *,
     samples: int = 1,
     pass_at: float = 1.0,

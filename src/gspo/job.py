@@ -70,9 +70,19 @@ class Job:
         with self._timed("rollout"):
             draws = self.sampler.take(self.run.prompts_per_step)
             requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-            groups = rollout(self.engine, requests, self.inputs.reward)
+            try:
+                groups = rollout(self.engine, requests, self.inputs.reward)
+            except RunError:
+                self._keep_what_is_done()
+                raise
+            for notice in self.inputs.reward.notices():
+                self.console.say(f"note: {notice}")
             give_pages_back()
             return groups
+
+    def close(self) -> None:
+        """End the processes that the run has started."""
+        self.inputs.close()
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate and update. Out of memory, it is tried again with smaller micro-batches.
@@ -177,6 +187,11 @@ class Job:
     def save_if_stopped(self) -> None:
         """After a signal: whatever was done since the last checkpoint, be it only the start."""
         if self.stopped_by is not None and self._saved != self.progress.step:
+            self._save()
+
+    def _keep_what_is_done(self) -> None:
+        """The step at hand cannot be done: whoever mends its cause can go on from the one before it."""
+        if self.progress.step and self._saved != self.progress.step:
             self._save()
 
     def _save(self) -> None:

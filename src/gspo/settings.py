@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -126,7 +126,7 @@ def check(tree: Tree, where: str) -> Run:
 
 def _parse(key: str, word: str) -> Any:
     """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
-    listed = key in _shorthands() and word.startswith(("[", "{"))
+    listed = key in _lists() and word.startswith(("[", "{"))
     if not listed and (key in _shorthands() or key in _text_keys()):
         return None if word == "null" else word
     try:
@@ -209,6 +209,18 @@ def _shorthands() -> dict[str, str]:
     sections = {key: section for key, field in _walk(Run, "") if (section := _section_in(field.annotation)) is not None}
     named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
     return {key: shorthand for key, shorthand in named.items() if shorthand}
+
+
+@cache
+def _lists() -> frozenset[str]:
+    """Keys that hold several sections."""
+    return frozenset(key for key, field in _walk(Run, "") if _several(field.annotation))
+
+
+def _several(annotation: Any) -> bool:
+    if get_origin(annotation) is tuple:
+        return _section_in(annotation) is not None
+    return any(_several(kind) for kind in get_args(annotation))
 
 
 @cache

@@ -9,6 +9,7 @@ behind, and ends them all when it is told to, when the second ends, and when the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import json
@@ -104,10 +105,8 @@ def _end_all(worker: int) -> None:
 
 
 def _kill(kill: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         kill()
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _children() -> list[int]:
@@ -198,9 +197,7 @@ def _judge(call: Call, items: Sequence[Item], replies: int, printed: _Tail) -> N
         _write(replies, [i, *reply, now - start, now])
 
 
-async def _judge_together(
-    call: Call, items: Sequence[Item], replies: int, printed: _Tail, timeout: float
-) -> None:
+async def _judge_together(call: Call, items: Sequence[Item], replies: int, printed: _Tail, timeout: float) -> None:
     import asyncio
 
     async def one(i: int, item: Item) -> None:
