@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
@@ -46,7 +46,7 @@ class Process:
         self._replies, replies = os.pipe()
         life, self._life = os.pipe()
         theirs = (requests, replies, life)
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by let_go
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         here = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
@@ -145,7 +145,7 @@ class Process:
 
 def setup(functions: Sequence[Pooled], timeout: float) -> bytes:
     """The first frame. Raises InputError for a function that cannot be sent to another process."""
-    return frame((sys.path, timeout, [(function.name, _pickled(function)) for function in functions]))
+    return frame((sys.path, timeout, [(f.name, _pickled(f), _file(f)) for f in functions]))
 
 
 def frame(value: Any) -> bytes:
@@ -159,18 +159,24 @@ def frame(value: Any) -> bytes:
 
 def _pickled(function: Pooled) -> bytes:
     """By value where it can be: a user's module may import torch, which each worker would then load too."""
-    call: Any = function.call if function.source is None else replace(function.call, function=function.source)
+    call = function.call if function.source is None else replace(function.call, function=cast(Any, function.source))
     module = sys.modules.get(getattr(call.function, "__module__", None) or "")
     try:
         if module is not None and _is_the_users(module):
             with contextlib.suppress(Exception):
                 return _by_value(call, module)
-        return cloudpickle.dumps(call)
+        return bytes(cloudpickle.dumps(call))
     except Exception as error:
         raise InputError(
             f"reward function {function.name}: it cannot be sent to a worker process ({type(error).__name__}: {error}): "
             "it holds what belongs to this process (an open file, a lock, a connection): make that inside the function, at its first call"
         ) from error
+
+
+def _file(function: Pooled) -> str | None:
+    """Where its code stands, which cloudpickle leaves out and a traceback should say."""
+    code = getattr(function.call.function, "__code__", None)
+    return code.co_filename if code is not None else None
 
 
 def _is_the_users(module: ModuleType) -> bool:
@@ -183,6 +189,6 @@ def _is_the_users(module: ModuleType) -> bool:
 def _by_value(call: Call, module: ModuleType) -> bytes:
     cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(call)
+        return bytes(cloudpickle.dumps(call))
     finally:
         cloudpickle.unregister_pickle_by_value(module)

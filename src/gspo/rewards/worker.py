@@ -24,9 +24,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FrameType
+from dataclasses import replace
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from gspo.rewards import call
 from gspo.rewards.call import Call, FromFile, Item
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ERROR_LENGTH = 4000
 """Characters of a traceback that are sent: the end, where the cause stands."""
+_OURS = (__file__, call.__file__)
+"""Files whose frames lead to the function, and tell its author nothing."""
 
 
 # ------------------------------------------------------------------------------ the warden
@@ -148,9 +152,9 @@ def _work(requests: int, replies: int, memory: int, warden: int) -> None:
     paths, timeout, pickled = pickle.loads(setup)
     sys.path[:] = paths
     calls = []
-    for name, function in pickled:
+    for name, function, file in pickled:
         try:
-            calls.append(_unpickled(function))
+            calls.append(_unpickled(function, file))
         except BaseException as error:
             _write(replies, ["failed", name, _explained(error, printed)])
             os._exit(1)
@@ -158,7 +162,7 @@ def _work(requests: int, replies: int, memory: int, warden: int) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
     _write(replies, ["ready"])
-    runner = _runner() if any(call.asynchronous for call in calls) else None
+    runner = _runner() if any(each.asynchronous for each in calls) else None
     while (frame := _read(requests)) is not None:
         index, items = pickle.loads(frame)
         if calls[index].asynchronous:
@@ -175,20 +179,23 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _unpickled(function: bytes) -> Call:
-    call = pickle.loads(function)
-    if isinstance(call.function, FromFile):
-        sys.path.insert(0, str(call.function.path.parent))  # also for what it imports while it runs
-        call = Call(**{**vars(call), "function": call.function.load()})
-    return call  # type: ignore[no-any-return]
+def _unpickled(function: bytes, file: str | None) -> Call:
+    found: Call = pickle.loads(function)
+    inner: Any = found.function
+    if isinstance(inner, FunctionType) and file is not None:
+        inner.__code__ = inner.__code__.replace(co_filename=file)
+    if isinstance(inner, FromFile):
+        sys.path.insert(0, str(inner.path.parent))  # also for what it imports while it runs
+        return replace(found, function=inner.load())
+    return found
 
 
-def _judge(call: Call, items: Sequence[Item], replies: int, printed: _Tail) -> None:
+def _judge(function: Call, items: Sequence[Item], replies: int, printed: _Tail) -> None:
     me = os.getpid()
     for i, item in enumerate(items):
         start, printed.kept = time.monotonic(), deque(maxlen=20)
         try:
-            reply = _given(call(item))
+            reply = _given(function(item))
         except BaseException as error:  # a judge that calls sys.exit, or was cancelled, is a judge that crashed
             reply = "crashed", None, _explained(error, printed)
         if os.getpid() != me:  # the function forked, and this is the copy, which has nothing to say
@@ -197,13 +204,13 @@ def _judge(call: Call, items: Sequence[Item], replies: int, printed: _Tail) -> N
         _write(replies, [i, *reply, now - start, now])
 
 
-async def _judge_together(call: Call, items: Sequence[Item], replies: int, printed: _Tail, timeout: float) -> None:
+async def _judge_together(function: Call, items: Sequence[Item], replies: int, printed: _Tail, timeout: float) -> None:
     import asyncio
 
     async def one(i: int, item: Item) -> None:
         start = time.monotonic()
         try:
-            reply = _given(await asyncio.wait_for(call.awaited(item), timeout * len(item.completions)))
+            reply = _given(await asyncio.wait_for(function.awaited(item), timeout * len(item.completions)))
         except TimeoutError as error:
             late = time.monotonic() - start >= timeout
             reply = ("timeout" if late else "crashed"), None, None if late else _explained(error, printed)
@@ -223,7 +230,10 @@ def _given(values: tuple[float | None, ...]) -> _Reply:
 
 
 def _explained(error: BaseException, printed: _Tail) -> str:
-    text = "".join(traceback.format_exception(error))[-_ERROR_LENGTH:]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))[-_ERROR_LENGTH:]
     said = "".join(printed.kept)[-500:]
     return text + (f"\nit had printed:\n{said}" if said.strip() else "")
 
