@@ -50,19 +50,26 @@ def main() -> None:
     for index, (function, call) in enumerate(zip(functions, calls, strict=True)):
         count = min(arguments.answers, 1024) if function is a_millisecond else arguments.answers
         items = [Item((TEXT,), (100,), {"answer": "42"}, "a prompt") for _ in range(count)]
-        direct, pooled, small = [], [], []
-        for _ in range(6):
-            direct.append(_seconds(lambda: [call(item) for item in items]) / count)
-            pooled.append(_seconds(lambda: pool.results(pool.submit(index, items))) / count)
-            small.append(_seconds(lambda: pool.results(pool.submit(index, items[:64]))))
-        d, p, s = (statistics.median(each[1:]) for each in (direct, pooled, small))
-        print(f"{function.__name__:<14} {d * 1e6:>18.1f} {p * 1e6:>16.1f} {1 / p:>16,.0f} {s * 1e3:>15.2f}")
+        rounds = [
+            (_direct(call, items), _pooled(pool, index, items), _pooled(pool, index, items[:64])) for _ in range(6)
+        ]
+        d, p, s = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
+        print(
+            f"{function.__name__:<14} {d / count * 1e6:>18.1f} {p / count * 1e6:>16.1f} {count / p:>16,.0f} {s * 1e3:>15.2f}"
+        )
     pool.close()
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _direct(call: Call, items: list[Item]) -> float:
     start = time.perf_counter()
-    work()
+    for item in items:
+        call(item)
+    return time.perf_counter() - start
+
+
+def _pooled(pool: Pool, index: int, items: list[Item]) -> float:
+    start = time.perf_counter()
+    pool.results(pool.submit(index, items))
     return time.perf_counter() - start
 
 

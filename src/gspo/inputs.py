@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.config import Run
@@ -69,9 +69,10 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
         held_out = read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows)
     else:
         held_out = held_out_rows(run.data, run.eval, train=data)
-    sets = [(load(run.reward, _around(run, data)), data)]
+    around = _around(run, data)
+    sets = [(load(run.reward, around), data)]
     if held_out is not None:
-        sets.append((load(run.eval.reward or run.reward, _around(run, held_out)), held_out))
+        sets.append((load(run.eval.reward or run.reward, replace(around, rows=held_out)), held_out))
     tokenizer = load_tokenizer(run.model)
     rendered = render(data, tokenizer, run.data)
     notes = [*data.notes, *rendered.notes]

@@ -1,45 +1,19 @@
 """Judging groups: no verdict and crashes are states, never zeros."""
 
-import contextlib
-
-import numpy as np
+import judging
 import pytest
+from judging import values
 
-from gspo.config import Data, Judging, RewardRule
+from gspo.config import RewardRule
 from gspo.errors import RunError
-from gspo.rewards.load import load, open_scorers
-from gspo.rewards.ready import Around
-from gspo.tasks.data import read_rows
-from gspo.types import Group, Prompt, Rollout, Segment, Status, Stop
+from gspo.types import Status
 
 ROW = {"prompt": "3 + 4", "answer": "7"}
 
 
-def group(*texts):
-    segment = Segment(np.array([1]), np.array([True]), np.zeros(1, np.float32))
-    prompt = Prompt(row=0, text="Q<think>", token_ids=np.array([1, 2]), columns=ROW)
-    rollouts = tuple(Rollout(i, (segment,), text, Stop.EOS, (0, 0)) for i, text in enumerate(texts))
-    return Group(prompt, ordinal=5, rollouts=rollouts)
-
-
-@contextlib.contextmanager
-def scorer(*rules, **judging):
-    judging = Judging(**{"workers": 1, "timeout": 5, "max_failed": 1, **judging})
-    rows = read_rows(Data(), rows=[ROW])
-    rules = [rule if isinstance(rule, RewardRule) else RewardRule(function=rule) for rule in rules]
-    (found,), pool = open_scorers([(load(rules, Around(rows, "prompt", None, 100, judging)), rows)], judging)
-    try:
-        yield found
-    finally:
-        if pool is not None:
-            pool.close()
-
-
-def judged(rules, *texts, **judging):
-    with scorer(*rules, **judging) as found:
-        judging = found.begin()
-        judging.add(group(*texts))
-        return judging.finish()[0]
+def judged(rules, *texts, **keys):
+    with judging.scorer(rules, [ROW], **keys) as opened:
+        return judging.judge(opened, ROW, *texts, prompt="Q<think>")
 
 
 def misbehave(completion, answer):
@@ -64,13 +38,13 @@ def test_each_rollout_is_judged_in_order():
 
 
 def test_rules_see_the_rendered_prompt():
-    assert [r.reward.value for r in judged(["format"], "x</think>7", "7").rollouts] == [1.0, 0.0]
+    assert values(judged(["format"], "x</think>7", "7")) == [1.0, 0.0]
 
 
 def test_p19_a_think_tag_that_the_template_opened():
     """huggingface/trl#6966: a format reward of 0 for every completion."""
     texts = ["2+2=4</think>4", "<think>x</think>4", "4"]
-    assert [r.reward.value for r in judged(["format"], *texts).rollouts] == [1.0, 1.0, 0.0]
+    assert values(judged(["format"], *texts)) == [1.0, 1.0, 0.0]
 
 
 def test_failures_are_states_and_the_others_are_still_judged():
@@ -122,11 +96,9 @@ def test_failures_above_the_limit_stop_the_run_with_the_evidence():
 @pytest.mark.parametrize(("last", "said"), [("8", 1), ("7", 0)])
 def test_a_function_that_gives_one_value_is_named_once(last, said):
     notices = []
-    with scorer("number") as found:
+    with judging.scorer(["number"], [ROW]) as opened:
         for texts in (["8"] * 63, [last], ["8"] * 64):
-            judging = found.begin()
-            judging.add(group(*texts))
-            judging.finish()
-            notices.append(found.notices())
+            judging.judge(opened, ROW, *texts)
+            notices.append(opened.notices())
     assert [len(each) for each in notices] == [0, said, 0]
     assert said == 0 or "number gave 0 to each of the first 64 answers" in notices[1][0]

@@ -84,6 +84,8 @@ class Call:
     """Of `rendered_prompt` and `completion_tokens`, those that it takes."""
     optional: frozenset[str] = frozenset()
     """Parameters that keep their default where the column is null."""
+    prepare: Callable[[], None] | None = None
+    """Called once in each process before the first answer: what it takes is not that answer's time."""
     group: bool = False
     """It takes all answers to a prompt, and gives back a number for each."""
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gspo.config import Judging
 from gspo.errors import InputError
-from gspo.rewards import maths, rules
+from gspo.rewards import classifier, judge, maths, programs, rules, sandbox
 from gspo.rewards.call import Call
 from gspo.rewards.own import require_columns
 from gspo.rewards.score import Service
@@ -30,6 +32,13 @@ class Around:
     system: str | None
     max_new_tokens: int
     judging: Judging
+    services: dict[str, Service] = field(default_factory=dict)
+    """By how they were named: training and evaluation share a reward model, and a judge's budget."""
+
+    def shared(self, where: str, make: Callable[[], Service]) -> Service:
+        if where not in self.services:
+            self.services[where] = make()
+        return self.services[where]
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ def _math(where: str, argument: str | None, around: Around) -> Ready:
     require_columns({"answer": column}, around.rows, where)
     reads = {"answer": column}
     return Ready(
-        Call(maths.equals, reads),
-        check=Call(maths.parses, reads),
+        Call(maths.equals, reads, prepare=maths.prepare),
+        check=Call(maths.comparable, reads, prepare=maths.prepare),
         wants="a mathematical expression, or a list of them",
     )
 
@@ -131,6 +140,60 @@ def _count(argument: str | None, where: str, default: int) -> int:
     return int(argument)
 
 
+def _code(where: str, argument: str | None, around: Around) -> Ready:
+    rows, column = around.rows, argument or "tests"
+    require_columns({"tests": column}, rows, where)
+    if unusable := [i for i, row in enumerate(rows.rows) if programs.read_tests(row[column]) is None]:
+        wants = "tests: Python code that asserts, or pairs of input and output"
+        raise InputError(f"{where}: {unusable_words(rows, column, unusable, wants)}")
+    wall = sandbox.wall(around.judging.allow_unsafe)
+    # What hangs is wrong, and not unjudged: it is ended before the pool would end its worker.
+    fixed = {"wall": wall, "seconds": 0.8 * around.judging.timeout}
+    return Ready(Call(programs.passes, {"tests": column}, fixed), notes=(f"programs run behind {wall.description}",))
+
+
+def _judge(where: str, argument: str | None, around: Around) -> Ready:
+    url, options = _with_options(argument, ("model", "budget", "question"), where)
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"{where}: needs the address of an endpoint, as in judge:http://localhost:8000/v1?model=NAME")
+    question = judge.QUESTION
+    if "question" in options:
+        try:
+            question = Path(options["question"]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{where}: the question cannot be read: {error}") from error
+    judge.check_question(question, around.rows.rows[0], where)
+    budget = _count(options.get("budget"), where, 0) or None
+
+    def make() -> Service:
+        base, timeout = url.rstrip("/"), around.judging.timeout
+        model = options.get("model") or judge.served_model(base, where, timeout)
+        return judge.JudgeModel(base, model, around.prompt, timeout, question, budget)
+
+    return Ready(service=around.shared(where, make))
+
+
+def _reward_model(where: str, argument: str | None, around: Around) -> Ready:
+    name, options = _with_options(argument, ("device",), where)
+    if not name:
+        raise InputError(f"{where}: needs a model, as in reward_model:FOLDER?device=cuda:1")
+
+    def make() -> Service:
+        model, tokenizer = classifier.load_classifier(name, options.get("device"), where)
+        return classifier.RewardModel(name, model, tokenizer, around.prompt, around.system)
+
+    return Ready(service=around.shared(where, make))
+
+
+def _with_options(argument: str | None, known: tuple[str, ...], where: str) -> tuple[str, dict[str, str]]:
+    """`ADDRESS?key=value&key=value` taken apart."""
+    address, _, query = (argument or "").partition("?")
+    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    if unknown := [key for key in options if key not in known]:
+        raise InputError(f"{where}: no such option as {unknown[0]!r}; there are {', '.join(known)}")
+    return address, options
+
+
 def require_extra(module: str, extra: str, where: str) -> None:
     """Raise InputError, which says how to install it, if an optional package is missing."""
     if importlib.util.find_spec(module) is None:
@@ -143,6 +206,9 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "number": _compared(rules.number, lambda answer: rules.as_number(answer) is not None, "a number and nothing else"),
     "boxed": _compared(rules.boxed, lambda answer: rules.bare(rules.gold_of_box(answer)) != "", _NOT_EMPTY),
     "math": _math,
+    "code": _code,
+    "judge": _judge,
+    "reward_model": _reward_model,
     "regex": _regex,
     "format": _format,
     "overlong": _overlong,

@@ -186,7 +186,9 @@ def _unpickled(function: bytes, file: str | None) -> Call:
         inner.__code__ = inner.__code__.replace(co_filename=file)
     if isinstance(inner, FromFile):
         sys.path.insert(0, str(inner.path.parent))  # also for what it imports while it runs
-        return replace(found, function=inner.load())
+        found = replace(found, function=inner.load())
+    if found.prepare is not None:
+        found.prepare()
     return found
 
 
