@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import judging
@@ -41,6 +42,26 @@ def test_p15_pathological_answers_do_not_freeze_the_run() -> None:
     assert all(r.value in (None, 0.0) for r in rewards[:3])
     assert [r.value for r in rewards[3:]] == [1.0, 1.0]
     assert judging.values(again) == [0.0, 1.0]
+
+
+def test_p16_eight_threads_and_one_answer_that_hangs(capfd: pytest.CaptureFixture[str]) -> None:
+    """huggingface/Math-Verify#50: its time limits are signals, which work in the main thread only."""
+    row = {"prompt": "?", "answer": r"\frac{1}{3}"}
+    found: list[float | None] = []
+    with judging.scorer(["math"], [row], timeout=2, workers=2) as opened:
+        texts = [r"\boxed{\frac{1}{3}}"] * 8 + [r"\boxed{9^{9^{9^{9}}}}"]
+        threads = [
+            threading.Thread(target=lambda text=text: found.extend(judging.values(judging.judge(opened, row, text))))
+            for text in texts
+        ]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - start < 2 + 5
+    assert sorted(found, key=str) == [1.0] * 8 + [None]
+    assert capfd.readouterr().err == "", "no flood of warnings"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ Threads wait for the endpoint, and only for it: each request has a deadline, and
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
 import threading
 import time
 import urllib.parse
@@ -140,27 +142,33 @@ def request(url: str, body: Any, deadline: float) -> tuple[int, str, float | Non
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
+    clock: threading.Timer | None = None
     try:
+        connection.connect()
+        # A limit of a socket is one for each piece: an endpoint that drips would never meet it.
+        clock = threading.Timer(_left(deadline), _shut, [connection.sock])
+        clock.start()
         data = None if body is None else json.dumps(body)
         connection.request("GET" if body is None else "POST", parts.path or "/", data, headers)
-        if connection.sock is not None:
-            connection.sock.settimeout(_left(deadline))
-        reply = connection.getresponse()
-        text = b""
-        while part := reply.read1(1 << 16):
-            text += part
-            if len(text) > _LONGEST_REPLY:
-                raise ConnectionError("the reply has no end")
-            if connection.sock is not None:
-                connection.sock.settimeout(_left(deadline))
-        after = reply.getheader("Retry-After", "")
-        return reply.status, text.decode(errors="replace"), float(after) if after.isdigit() else None
+        with connection.getresponse() as reply:
+            text = reply.read(_LONGEST_REPLY)
+            _left(deadline)
+            after = reply.getheader("Retry-After", "")
+            return reply.status, text.decode(errors="replace"), float(after) if after.isdigit() else None
     except TimeoutError:
         raise
     except (OSError, http.client.HTTPException) as error:
+        _left(deadline)
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
     finally:
+        if clock is not None:
+            clock.cancel()
         connection.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _left(deadline: float) -> float:
