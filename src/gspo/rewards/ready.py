@@ -205,11 +205,6 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "exact": _compared(rules.exact, lambda answer: str(answer).strip() != "", _NOT_EMPTY),
     "number": _compared(rules.number, lambda answer: rules.as_number(answer) is not None, "a number and nothing else"),
     "boxed": _compared(rules.boxed, lambda answer: rules.bare(rules.gold_of_box(answer)) != "", _NOT_EMPTY),
-    "sorted": _compared(
-        rules.sorted_list,
-        lambda answer: rules.last_list(str(answer)) is not None,
-        "text that ends with `:`, a list and `;`",
-    ),
     "math": _math,
     "code": _code,
     "judge": _judge,
@@ -218,5 +213,10 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "format": _format,
     "overlong": _overlong,
     "repetition": _repetition,
+    "sorted": _compared(
+        rules.sorted_list,
+        lambda answer: rules.last_list(str(answer)) is not None,
+        "text that ends with `:`, a list and `;`",
+    ),
 }
 """(how the user named it, its argument, what surrounds it) -> Ready. Each raises InputError for what cannot be used."""
