@@ -239,6 +239,7 @@ def test_several_rewards_are_a_list_and_one_needs_none():
         (["reward.pattern=7"], "as in regex:PATTERN"),
         (["reward.answer=gold"], "as in number:COLUMN"),
         (["reward.weight=much"], "reward.weight: input should be a valid number"),
+        (["algorithm.source=mine"], "which paper gspo is from is said, and not set"),
     ],
 )
 def test_rewards_are_refused_by_name(words, part):
