@@ -144,7 +144,9 @@ def test_a_thousand_answers_of_which_fifty_hang(mark: str) -> None:
         # 50 time limits on 4 workers, and as many starts of a process of 0.1 s on one core, doubled for a busy machine.
         assert took < 50 * timeout / workers + 50 * 0.2
         assert judge(found, "1")[0].values == (1.0,), "the run goes on"
-        assert len(marked(mark)) == 2 * workers, "a warden and a worker each, and no more"
+        assert len(marked(mark)) <= 2 * workers, (
+            "a warden and a worker each, which the last one may still be starting, and no more"
+        )
     assert all_gone(mark), marked(mark)
 
 

@@ -342,13 +342,17 @@ def test_the_processes_of_the_reward_end_with_the_run_and_with_a_refusal(tmp_pat
         f"    open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\n    return float(len(completion))\n"
     )
     keys = {"eval": {"every": 1, "limit": 4, "reward": [f"{judge}:score", {"function": "sorted", "weight": 0.5}]}}
-    assert run(folder, steps=2, judging={"workers": 2}, **keys).last["reward"] is not None
-    assert all_gone(judging_of(pids))
+    tree = {"dir": str(folder), "threads": 1, **SORT, "steps": 2, "judging": {"workers": 2}, **keys}
+    job = build(settings.check_as(Sft, {**tree, "model": {"name": "random-dense", "dtype": "float32"}}, "test"))
+    assert tune(job).last["reward"] is not None
+    assert all_gone(judging_of(pids)), "while the job is still held"
     pids.unlink()
     longer = resumed_run(Sft, folder, ["steps=3"])
-    with pytest.raises(InputError, match="put the data back"):
-        build(longer.model_copy(update={"data": longer.data.model_copy(update={"source": "sort:3"})}), resume=folder)
-    assert all_gone(judging_of(pids))
+    other = longer.model_copy(update={"data": longer.data.model_copy(update={"source": "sort:3"})})
+    with pytest.raises(InputError, match="put the data back") as refusal:
+        build(other, resume=folder)
+    assert all_gone(judging_of(pids)), "while the frames that held the inputs are still there"
+    assert refusal.traceback
 
 
 def judging_of(pids: Path) -> set[Path]:
