@@ -12,14 +12,15 @@ from gspo import config
 from gspo.engines.local import LocalEngine
 from gspo.evaluate import evaluate, normal_interval, wilson_interval
 from gspo.models.load import Policy
-from gspo.rewards.load import RewardFunction
+from gspo.rewards.call import Call
+from gspo.rewards.score import Here, Judge, Scorer
 from gspo.types import Prompt
 
 PROMPTS = [Prompt(row, f"p{row}", np.arange(3, 7 + row), {}) for row in range(5)]
 
 
-def by(function: Callable[[str], float | None]) -> RewardFunction:
-    return RewardFunction("by", lambda completion, columns, rendered: function(completion))
+def by(function: Callable[[str], float | None]) -> Scorer:
+    return Scorer([Judge("by", 1.0, Here(Call(function)))])
 
 
 @pytest.fixture

@@ -103,6 +103,7 @@ def test_an_evaluation_without_a_verdict_is_not_the_best(tmp_path: Path) -> None
         steps=3,
         reward=lambda completion: digits(completion),
         eval={"every": 1, "reward": lambda completion: next(verdicts)},
+        judging={"workers": 1},  # each has an iterator of its own
         checkpoint={"every": 1, "keep": 3},
     )
     assert (folder / "best").resolve().name == "00000002"
@@ -143,17 +144,38 @@ def test_a_disk_that_refuses_leaves_earlier_checkpoints_and_says_so(tmp_path: Pa
     assert gspo.train(resume=folder, reward=digits, steps=3).step == 3
 
 
-def test_a_reward_that_crashes_is_shown_once_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(completion: str) -> float:
-        return completion.no_such_thing if completion else 0.0  # type: ignore[attr-defined]
+def broken(completion: str) -> float:
+    return completion.no_such_thing if completion else 0.0  # type: ignore[attr-defined]
 
-    folder = tiny(tmp_path / "run", reward=broken)
+
+def test_a_reward_that_crashes_is_shown_once_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny(tmp_path / "run", reward=broken, judging={"max_failed": 1})
     out = capsys.readouterr().out
     assert out.count("AttributeError") == 1
+    assert "test_recovery.py" in out
+    assert "gspo/rewards" not in out
     assert "unjudged 16/16, 16 crashed" in out
     last = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
     assert "crashed on 16" in last["verdict"]
-    assert last["reward/mean"] is None
+    assert (last["reward/mean"], last["reward/broken/mean"], last["reward/broken/failed"]) == (None, None, 1.0)
+    assert last["reward/failed"] == 1.0
+
+
+def test_a_reward_that_begins_to_fail_stops_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def judge(completion: str) -> float:
+        journal = folder / "journal.jsonl"
+        if journal.exists() and len(journal.read_text().splitlines()) == 2:
+            raise ConnectionError("the service has gone")
+        return digits(completion)
+
+    with pytest.raises(gspo.RunError, match=r"judge failed on 16 of 16 answers(.|\n)*the service has gone"):
+        tiny(folder, reward=judge, steps=4)
+    assert gspo.train(resume=folder, reward=digits, steps=4).step == 4
+    steps = [json.loads(line)["step"] for line in (folder / "journal.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    assert not list(folder.glob("set-aside-*")), "steps 1 and 2 were not done again"
 
 
 def test_a_run_folder_is_no_model_and_its_checkpoints_are_named(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ def test_a_run_leaves_what_others_can_read(tmp_path: Path) -> None:
     )
     assert all(isinstance(line[key], int | float) for line in lines for key in fixed)
     assert all(line["parity/max"] < 1e-4 for line in lines)
+    assert all(line["reward/digits/mean"] == line["reward/mean"] for line in lines)
+    assert all(
+        line["reward/failed"] == line["reward/digits/failed"] == 0 < line["time/reward/digits"] for line in lines
+    )
     assert isinstance(lines[-1]["eval/reward"], float)
     assert lines[0]["eval/start/reward"] == result.start_reward
 
@@ -138,6 +142,7 @@ def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path: Path) -> None:
         steps=4,
         checkpoint={"every": 1, "keep": 1},
         eval={"every": 1, "limit": 8, "reward": worse_each_time()},
+        judging={"workers": 1},  # each has a count of its own
     ).folder
     assert (folder / "best").resolve().name == "00000001"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["00000001", "00000004"]
@@ -178,15 +183,17 @@ def test_a_row_of_ones_own_runs_like_ours(tmp_path: Path) -> None:
 
 def test_rows_from_python_with_their_own_held_out_rows(tmp_path: Path) -> None:
     rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(6)]
-    seen = []
+    notes = tmp_path / "notes"
 
     def reward(completion: str, answer: str) -> float:
-        seen.append(answer)
+        with notes.open("a") as file:
+            file.write(f"{answer}\n")
         return digits(completion)
 
     result = tiny(tmp_path / "run", data=rows, eval_data=[{"prompt": "say 9", "answer": "nine"}], reward=reward)
+    seen = set(notes.read_text().split())
     assert "nine" in seen
-    assert set(seen) <= {*map(str, range(6)), "nine"}
+    assert seen <= {*map(str, range(6)), "nine"}
     assert result.last_reward is not None
 
 

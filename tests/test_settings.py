@@ -104,18 +104,18 @@ def test_wrong_values_are_refused(word, parts):
 
 def test_a_bare_value_replaces_its_section(recipe):
     path = recipe(
-        "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: regex, pattern: '7'}\nmodel: random-dense\ndata: rows.jsonl\n"
+        "algorithm: {name: gspo, clip_low: 0.001}\nreward: {function: 'regex:7', weight: 2}\nmodel: random-dense\ndata: rows.jsonl\n"
     )
     run = settings.load(path)
-    assert (run.algorithm.clip_low, run.reward.pattern, run.model.name, run.data.source) == (
+    assert (run.algorithm.clip_low, run.reward[0].weight, run.model.name, run.data.source) == (
         0.001,
-        "7",
+        2,
         "random-dense",
         "rows.jsonl",
     )
     run = settings.load(path, ["algorithm=grpo", "reward=number", "model.dtype=float64", "data.limit=5"])
     assert run.algorithm == presets.PRESETS["grpo"]
-    assert run.reward == config.RewardRule()
+    assert run.reward == (config.RewardRule(),)
     assert run.model == config.Model(name="random-dense", dtype="float64")
     assert run.data == config.Data(source="rows.jsonl", limit=5)
 
@@ -125,7 +125,7 @@ def test_a_function_from_python_is_a_reward():
         return 1.0
 
     run = settings.load(None, None, {"reward": judge})
-    assert run.reward.function is judge
+    assert run.reward[0].function is judge
     assert settings.dump(run)["reward"]["function"].endswith("judge")
 
 
@@ -194,7 +194,7 @@ def test_a_dumped_run_reads_back_as_itself(recipe):
             "algorithm=dapo",
             "algorithm.clip_low=0.1",
             "eval.reward=boxed",
-            "reward.answer=gold",
+            "reward=[number:gold, {function: overlong, weight: 0.5}]",
             "data.system='yes'",
             "model.revision='1e3'",
         ],
@@ -211,14 +211,41 @@ def test_reading_settings_loads_no_torch():
 
 
 def test_a_bare_value_stands_for_its_section_at_any_depth():
-    run = settings.load(None, ["eval.reward=boxed", "eval.reward.answer=gold"])
-    assert (run.eval.reward.function, run.eval.reward.answer) == ("boxed", "gold")
+    run = settings.load(None, ["eval.reward=boxed", "eval.reward.weight=2"])
+    assert run.eval.reward == (config.RewardRule(function="boxed", weight=2),)
 
 
 @pytest.mark.parametrize("text", [r"#\d+", "Be brief. #1 rule", "a: b", "[0-9]", "1e5", "yes"])
 def test_text_on_the_command_line_is_taken_as_it_stands(text):
-    run = settings.load(None, ["reward=regex", f"reward.pattern={text}", f"data.system={text}", f"model={text}"])
-    assert (run.reward.pattern, run.data.system, run.model.name) == (text, text, text)
+    run = settings.load(None, [f"reward=regex:{text}", f"data.system={text}", f"model={text}"])
+    assert (run.reward[0].function.removeprefix("regex:"), run.data.system, run.model.name) == (text, text, text)
+
+
+def test_several_rewards_are_a_list_and_one_needs_none():
+    rules = (config.RewardRule(function="number"), config.RewardRule(function="judge.py:f", weight=0.5))
+    word = "[number, {function: 'judge.py:f', weight: 0.5}]"
+    run = settings.load(None, [f"reward={word}", f"eval.reward={word}"])
+    assert (run.reward, run.eval.reward) == (rules, rules)
+    assert settings.load(None, None, {"reward": [*rules]}).reward == rules
+    assert settings.dump(settings.load(None, ["reward=number"]))["reward"] == {"function": "number", "weight": 1.0}
+    assert [rule["weight"] for rule in settings.dump(run)["reward"]] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["reward=[]"], "reward: an empty list"),
+        (["reward=[number, exact]", "reward.weight=2"], "there are 2 reward rules"),
+        (["reward.pattern=7"], "as in regex:PATTERN"),
+        (["reward.answer=gold"], "as in number:COLUMN"),
+        (["reward.weight=much"], "reward.weight: input should be a valid number"),
+        (["algorithm.source=mine"], "which paper gspo is from is said, and not set"),
+    ],
+)
+def test_rewards_are_refused_by_name(words, part):
+    message = refusal(None, words)
+    assert part in message
+    assert "\n" not in message
 
 
 def test_null_on_the_command_line_is_nothing():
@@ -232,7 +259,7 @@ def test_a_switch_is_no_number():
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("optimizer.steps=3", "'steps'"), ("evl.every=1", "'eval'"), ("eval.reward.patern=x", "'eval.reward.pattern'")],
+    [("optimizer.steps=3", "'steps'"), ("evl.every=1", "'eval'"), ("reward.wieght=2", "'reward.weight'")],
 )
 def test_the_nearest_name_is_the_one_that_was_meant(word, near):
     with pytest.raises(InputError, match=f"did you mean {near}"):

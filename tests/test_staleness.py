@@ -20,19 +20,19 @@ from gspo import cli
 
 Line = dict[str, Any]
 
-# A run that kills itself in the middle of judging, when it asks for reward number `calls`.
+# A run that is killed in the middle of judging, by its worker, at the reward number `calls`.
 SCRIPT = """
 import json, os, signal, sys
 import gspo
 
 folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-done = 0
+trainer, done = os.getpid(), 0
 
 def digits(completion):
     global done
     done += 1
     if done == calls:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(trainer, signal.SIGKILL)
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
 
 gspo.train("tiny", dir=folder, reward=digits, **keys)
@@ -42,6 +42,7 @@ SHORT: dict[str, Any] = {
     "prompts_per_step": 4,
     "group_size": 4,
     "threads": 1,
+    "judging.workers": 1,
     "max_staleness": 2,
     "eval.every": 0,
     "checkpoint.every": 2,
@@ -201,3 +202,24 @@ def test_a_run_that_is_made_longer_fills_its_queue_anew(tmp_path: Path, capsys: 
     gspo.train(resume=folder, reward=digits, steps=7)
     assert [line["staleness/max"] for line in journal(folder)] == [0, 1, 2, 2, 0, 1, 2]
     assert "answers had been sampled ahead for 4 steps at most" in capsys.readouterr().out
+
+
+def test_a_step_that_fails_while_it_fills_the_queue_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run", steps=4, checkpoint={"every": 1, "keep": 4})
+    for path in (folder / "checkpoints" / "00000004").iterdir():
+        path.unlink()
+    (folder / "checkpoints" / "00000004").rmdir()
+    calls = 0
+
+    def breaks_down(completion: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 20:  # after the answers for step 5, among those for step 6
+            raise ConnectionError("the service has gone")
+        return digits(completion)
+
+    with pytest.raises(gspo.RunError, match="the service has gone"):
+        gspo.train(resume=folder, reward=breaks_down, steps=7)
+    assert gspo.train(resume=folder, reward=digits, steps=7).step == 7
+    draws = [r["ordinal"] for step in range(1, 8) for r in rollouts(folder, step)]
+    assert sorted(set(draws)) == list(range(28))

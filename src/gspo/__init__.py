@@ -9,23 +9,34 @@ Importing this module loads no torch; the first call does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo import machine
 from gspo.errors import InputError, RunError
-from gspo.presets import PRESETS, Algorithm
 
 if TYPE_CHECKING:
     from gspo.loop import Result
+    from gspo.presets import PRESETS, Algorithm
 
-try:
-    __version__ = version("gspo")
-except PackageNotFoundError:  # a source tree that was not installed
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = ["PRESETS", "Algorithm", "InputError", "RunError", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """What is looked up when it is first asked for: the workers of rewards import this package, and want none of it."""
+    if name in ("PRESETS", "Algorithm"):
+        from gspo import presets
+
+        return getattr(presets, name)
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("gspo")
+        except PackageNotFoundError:  # a source tree that was not installed
+            return "0+unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(
@@ -50,6 +61,8 @@ def train(
         InputError: something given cannot be used; nothing was written.
         RunError: the run could not go on.
     """
+    from gspo import machine
+
     machine.prepare()
     keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     data = str(data) if isinstance(data, Path) else data

@@ -46,10 +46,18 @@ def build(
     """
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
-    console = Console(run.steps)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
+    try:
+        return _joined(run, inputs, folder, saved)
+    except BaseException:
+        inputs.close()
+        raise
+
+
+def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -> Job:
     require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
+    console = Console(run.steps)
     console.say(plan(run))
     for note in (*_advice(run, inputs), *inputs.notes):
         console.say(f"note: {note}")
@@ -59,7 +67,7 @@ def build(
     learner = _learner(run, policy)
     engine = _engine(run, policy, console)
     progress = (
-        start(run, folder, about(run, policy, threads, inputs.sha256) | {"sampling": engine.describe()})
+        start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
         if saved is None
         else go_on(run, learner, saved, console)
     )
@@ -179,6 +187,10 @@ def _require_routers(policy: Policy, run: Run) -> None:
             f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
             f"by no top-k router that is known here: set algorithm.{key}={idle}"
         )
+
+
+def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
+    return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
 
 
 def _learner(run: Run, policy: Policy) -> Learner:
@@ -306,6 +318,13 @@ def evaluate_model(run: Run) -> Iterator[str]:
     Raises InputError if the recipe has no held-out prompts.
     """
     inputs = read_inputs(run)
+    try:
+        yield from _evaluated(run, inputs)
+    finally:
+        inputs.close()
+
+
+def _evaluated(run: Run, inputs: Inputs) -> Iterator[str]:
     if not inputs.held_out:
         raise InputError("nothing to evaluate on: this data has no held-out rows of its own; give eval.source=FILE")
     set_threads(run.threads)
@@ -320,5 +339,6 @@ def evaluate_model(run: Run) -> Iterator[str]:
             engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
         )
         name, k = "greedy" if greedy else "sampled", found.samples
+        yield from (f"note: {notice}" for notice in inputs.held_out_reward.notices())
         yield f"{name} reward, avg@{k}: {found.reward.value:.3f} (95 % interval {found.reward.low:.3f} to {found.reward.high:.3f}) on {found.rows} prompts"
         yield f"{name} pass@{k}: {found.pass_at_k.value:.3f} ({found.pass_at_k.low:.3f} to {found.pass_at_k.high:.3f}); {found.length:.1f} tokens an answer; {found.unjudged} prompts unjudged"

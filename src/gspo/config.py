@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationInfo,
+    WrapSerializer,
     field_validator,
     model_validator,
 )
@@ -92,16 +93,47 @@ class RewardRule(Section):
 
     shorthand = "function"
     function: Annotated[
-        str | Callable[..., float | None],
+        str | Callable[..., Any],
         PlainSerializer(
             lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
         ),
     ] = "number"
-    """exact, number, boxed, regex, format, sorted, or `file.py:name`: a function (completion, **columns) -> float | None."""
-    answer: str = "answer"
-    """Column with the right answer, for the built-in rules."""
-    pattern: str | None = None
-    """Regular expression of the rules regex and format."""
+    """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see the README), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
+    weight: float = 1.0
+    """What its value counts in the sum of several; 0: it is journalled, and counts nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments(cls, value: Any) -> Any:
+        for key, shown in (("answer", "number:COLUMN"), ("pattern", "regex:PATTERN")):
+            if isinstance(value, Mapping) and key in value:
+                raise ValueError(
+                    f"no such key as {key}: the argument of a ready reward stands behind its name, as in {shown}"
+                )
+        return value
+
+
+Rules = Annotated[
+    tuple[RewardRule, ...],
+    BeforeValidator(lambda value: _rules(value)),
+    WrapSerializer(lambda rules, dump: dumped[0] if len(dumped := dump(rules)) == 1 else dumped),
+]
+"""One rule, or several whose values are added; one is written without a list around it."""
+
+
+class Judging(Section):
+    """The processes in which reward functions run."""
+
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds for an answer; then the function's process is killed and the answer has no verdict. A function over a group has the time of all its answers."""
+    workers: int | None = Field(default=None, gt=0)
+    """Processes; null: one a core, at most 8."""
+    memory_gb: float | None = Field(default=4.0, gt=0)
+    """Address space of a process, in GiB; null: no limit, which functions that use a GPU need."""
+    max_failed: float = Field(default=0.5, ge=0, le=1)
+    """Share of a function's judgements in a step that may time out or crash; above it the run stops with the evidence."""
+    allow_unsafe: bool = False
+    """Run the programs that the reward `code` judges even where this machine has no wall around them."""
 
 
 class Sampling(Section):
@@ -165,8 +197,8 @@ class Eval(Section):
     """Also journal the reward of the likeliest tokens, as eval/greedy."""
     pass_at: float = 1.0
     """Reward from which an answer counts as passed."""
-    reward: RewardRule | None = None
-    """Its own rule; null: the training reward."""
+    reward: Rules | None = None
+    """Its own rule or rules, written as `reward` is; null: the training reward."""
 
 
 class Checkpoint(Section):
@@ -204,7 +236,8 @@ class Run(Section):
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
     data: Data = Data()
-    reward: RewardRule = RewardRule()
+    reward: Rules = (RewardRule(),)
+    judging: Judging = Judging()
     sampling: Sampling = Sampling()
     engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
@@ -252,8 +285,8 @@ class SftOptimizer(Optimizer):
 class SftEval(Eval):
     """Loss on answers that training does not see; with a reward, sampled answers too."""
 
-    reward: RewardRule | None = None
-    """How sampled answers are judged; null: none are sampled."""
+    reward: Rules | None = None
+    """How sampled answers are judged, written as `reward` is in `gspo train`; null: none are sampled."""
 
     @model_validator(mode="after")
     def _check(self) -> SftEval:
@@ -284,6 +317,7 @@ class Sft(Section):
     """Tokens that go through the model at once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
     model: Model = Model()
     data: Pairs = Pairs()
+    judging: Judging = Judging()
     sampling: Sampling = Sampling()
     optimizer: SftOptimizer = SftOptimizer()
     eval: SftEval = SftEval()
@@ -293,22 +327,33 @@ class Sft(Section):
     def _check(self) -> Sft:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs both say how long the run is: leave one of them out")
-        idle = self.sampling.model_dump(exclude_defaults=True)
+        idle = [
+            f"{section}.{key}"
+            for section, values in (("sampling", self.sampling), ("judging", self.judging))
+            for key in values.model_dump(exclude_defaults=True)
+        ]
         if idle and self.eval.reward is None:
-            raise ValueError(
-                f"sampling.{next(iter(idle))} has no effect without eval.reward, for which answers are sampled"
-            )
+            raise ValueError(f"{idle[0]} has no effect without eval.reward, for which answers are sampled and judged")
         return self
 
 
 AnyRun = Run | Sft
 
 
+def _rules(value: Any) -> tuple[Any, ...]:
+    rules = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not rules:
+        raise ValueError("an empty list; name at least one rule")
+    return rules
+
+
 def _algorithm(value: Any) -> Any:
     if isinstance(value, str):
         return presets.resolve(value, {})
     if isinstance(value, Mapping):
-        return presets.resolve(
-            str(value.get("name", "gspo")), {str(k): v for k, v in value.items() if k not in ("name", "source")}
-        )
+        name, keys = str(value.get("name", "gspo")), {str(k): v for k, v in value.items() if k != "name"}
+        row = presets.resolve(name, {k: v for k, v in keys.items() if k != "source"})
+        if keys.get("source", row.source) != row.source:
+            raise ValueError(f"source: which paper {name} is from is said, and not set: leave it out")
+        return row
     return value

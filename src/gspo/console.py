@@ -64,9 +64,10 @@ class Console:
             f"left {duration(self._left(m['step']))}",
         ]
         if m["rollouts/judged"] < m["rollouts/total"]:
-            crashed = f", {m['rollouts/crashed']} crashed" if m["rollouts/crashed"] else ""
+            why = {"crashed": m["rollouts/crashed"], "timed out": m["rollouts/timeout"]}
+            causes = "".join(f", {count} {cause}" for cause, count in why.items() if count)
             unjudged = m["rollouts/total"] - m["rollouts/judged"]
-            parts.insert(2, f"unjudged {unjudged}/{m['rollouts/total']}{crashed}")
+            parts.insert(2, f"unjudged {unjudged}/{m['rollouts/total']}{causes}")
         if "eval/reward" in m:
             parts.insert(
                 2,
@@ -79,10 +80,10 @@ class Console:
         self._said = said
 
     def crash(self, text: str) -> None:
-        """The first traceback of a reward function; the others are in rollouts/."""
+        """The first failure of a reward function; the others are in rollouts/."""
         if not self._crashed:
             self._crashed = True
-            self.say("    a reward function crashed (each crash is in rollouts/; such answers are left out):")
+            self.say("    a reward function failed (each failure is in rollouts/; such answers are left out):")
             self.say("    " + text.strip().replace("\n", "\n    "))
 
     def _left(self, step: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo import config
 from gspo.engines.engine import Engine, Request
-from gspo.rewards.load import RewardFunction
+from gspo.rewards.score import Scorer
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt
 
@@ -51,7 +51,7 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    reward: RewardFunction,
+    reward: Scorer,
     *,
     samples: int = 1,
     pass_at: float = 1.0,
@@ -79,9 +79,7 @@ def evaluate(
     ), groups
 
 
-def measure(
-    engine: Engine, prompts: Sequence[Prompt], reward: RewardFunction, settings: config.Eval
-) -> dict[str, Evaluation]:
+def measure(engine: Engine, prompts: Sequence[Prompt], reward: Scorer, settings: config.Eval) -> dict[str, Evaluation]:
     """The evaluations that `settings` asks for, under the prefixes of their journal keys."""
     k, pass_at = settings.samples, settings.pass_at
     found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at)[0]}

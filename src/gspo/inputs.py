@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo.config import Run
+from gspo.config import AnyRun, Run
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
-from gspo.rewards.load import RewardFunction, load_reward
+from gspo.rewards.load import load, open_scorers
+from gspo.rewards.ready import Around
+from gspo.rewards.runner import Pool
+from gspo.rewards.score import Scorer
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
 from gspo.tasks.render import render
 from gspo.types import Prompt
@@ -28,10 +31,17 @@ class Inputs:
     """Data and rewards, checked: all that a run needs before its weights."""
 
     prompts: tuple[Prompt, ...]
-    reward: RewardFunction
+    reward: Scorer
     held_out: tuple[Prompt, ...]
-    held_out_reward: RewardFunction
+    held_out_reward: Scorer
     notes: tuple[str, ...]
+    pool: Pool | None = None
+    """The processes of the reward functions, if they need any."""
+
+    def close(self) -> None:
+        """End the processes of the reward functions."""
+        if self.pool is not None:
+            self.pool.close()
 
     @property
     def longest(self) -> Prompt:
@@ -54,13 +64,15 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
             "go on with gspo.train(resume=DIR, data=rows, reward=function)"
         )
     data = read_rows(run.data, rows=rows)
-    reward = load_reward(run.reward, data)
     held_out: Rows | None
     if eval_rows is not None:
         held_out = read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows)
     else:
         held_out = held_out_rows(run.data, run.eval, train=data)
-    held_out_reward = load_reward(run.eval.reward or run.reward, held_out) if held_out else reward
+    around = surroundings(run, data)
+    sets = [(load(run.reward, around), data)]
+    if held_out is not None:
+        sets.append((load(run.eval.reward or run.reward, replace(around, rows=held_out)), held_out))
     tokenizer = load_tokenizer(run.model)
     rendered = render(data, tokenizer, run.data)
     notes = [*data.notes, *rendered.notes]
@@ -70,4 +82,11 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
         test, notes = shown.prompts, [*notes, *held_out.notes, *shown.notes]
         shared = overlap(data, held_out, run.data)
         notes += [shared] if shared else []
-    return Inputs(rendered.prompts, reward, test, held_out_reward, tuple(notes))
+    notes += dict.fromkeys(note for found, _ in sets for each in found for note in each.ready.notes)
+    scorers, pool = open_scorers(sets, run.judging)  # last, so that nothing refused leaves a process behind
+    return Inputs(rendered.prompts, scorers[0], test, scorers[-1], tuple(notes), pool)
+
+
+def surroundings(run: AnyRun, rows: Rows) -> Around:
+    """What the rewards of a run may depend on beside their arguments."""
+    return Around(rows, run.data.prompt, run.data.system, run.sampling.max_new_tokens, run.judging)

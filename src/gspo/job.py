@@ -92,13 +92,24 @@ class Job:
         """Draw prompts, sample their answers, judge them."""
         draws = self.sampler.take(self.run.prompts_per_step)
         requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-        return rollout(self.engine, requests, self.inputs.reward)
+        try:
+            groups = rollout(self.engine, requests, self.inputs.reward)
+        except RunError:
+            self._keep_what_is_done()
+            raise
+        for notice in self.inputs.reward.notices():
+            self.console.say(f"note: {notice}")
+        return groups
+
+    def close(self) -> None:
+        """End the processes that the run has started."""
+        self.inputs.close()
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate, then update with every batch, `algorithm.epochs` times over.
 
-        Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates after the first keep the old log-probabilities of the
-        larger ones. Raises RunError if a single answer does not fit.
+        Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates
+        after the first keep the old log-probabilities of the larger ones. Raises RunError if a single answer does not fit.
         """
         batches: list[Batch] | None = None
         done: list[UpdateStats] = []
@@ -213,6 +224,11 @@ class Job:
         if self.stopped_by is not None and self._saved != self.progress.step:
             self._save()
 
+    def _keep_what_is_done(self) -> None:
+        """The step at hand cannot be done: whoever mends its cause can go on from the one before it."""
+        if self.progress.step and self._saved != self.progress.step:
+            self._save()
+
     def _save(self) -> None:
         self.store.save(
             self.progress,
@@ -220,7 +236,8 @@ class Job:
             tokenizer=self.policy.tokenizer,
             weights=self.learner.master_weights(),
             moments=self.learner.moments(),
-            ahead=self.ahead,
+            # A step that failed may have sampled more, which the position in the data does not know of.
+            ahead=list(self.ahead)[: self.progress.ahead],
         )
         self._saved = self.progress.step
         self.store.settle(self.progress)

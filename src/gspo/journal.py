@@ -23,7 +23,7 @@ from gspo.errors import InputError, RunError
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange
-from gspo.types import Group, Rollout, Status, Stop
+from gspo.types import Group, Reward, Rollout, Status, Stop
 
 FORMAT = 1
 """Version of the lines of journal.jsonl and rollouts/*.jsonl.gz."""
@@ -196,6 +196,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     statuses = [status for r in rollouts if r.reward is not None for status in r.reward.status.values()]
     lengths = [r.policy_tokens for r in rollouts]
     return {
+        **_function_metrics([r.reward for r in rollouts if r.reward is not None]),
         "reward/mean": fmean(values) if values else None,
         "reward/std": pstdev(values) if values else None,
         "rollouts/total": len(rollouts),
@@ -206,6 +207,23 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "truncated/share": fmean(r.stop is Stop.LENGTH for r in rollouts),
         "tokens/sampled": sum(lengths),
     }
+
+
+def _function_metrics(rewards: Sequence[Reward]) -> Metrics:
+    """Of each reward function: the mean of its verdicts, and the share of answers that it failed on."""
+    metrics: Metrics = {}
+    failed, judged = 0, 0
+    for name in dict.fromkeys(name for reward in rewards for name in reward.status):
+        values = [value for reward in rewards if (value := reward.parts.get(name)) is not None]
+        states = [reward.status[name] for reward in rewards if name in reward.status]
+        lost = sum(state in (Status.TIMEOUT, Status.CRASHED) for state in states)
+        metrics |= {
+            f"reward/{name}/mean": fmean(values) if values else None,
+            f"reward/{name}/failed": lost / len(states),
+            f"time/reward/{name}": fmean(reward.seconds.get(name, 0.0) for reward in rewards),
+        }
+        failed, judged = failed + lost, judged + len(states)
+    return {**metrics, "reward/failed": failed / judged if judged else None}
 
 
 def _update_metrics(outcome: StepOutcome) -> Metrics:

@@ -5,6 +5,7 @@ prompts -> engine -> rollouts -> rewards -> advantages -> batch -> loss -> optim
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Result:
 
 def train(job: Job) -> Result:
     """Run `job` to its last step, or to the first signal."""
-    with job.stopping_on_signals():
+    with closing(job), job.stopping_on_signals():
         job.measure_start()
         for step in job.steps():
             groups = job.rollout()

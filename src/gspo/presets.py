@@ -31,8 +31,6 @@ class Algorithm(BaseModel):
 
     name: str = "custom"
     """Name of the row; a preset's name means the preset's definition."""
-    source: str = ""
-    """Paper and equation."""
 
     ratio: Literal["token", "sequence", "sequence_token", "sequence_product"]
     """Importance ratio: per token; length-normalised per sequence (GSPO eq. 7); its value per sequence with
@@ -125,6 +123,11 @@ class Algorithm(BaseModel):
                 f"advantage_ddof and advantage_epsilon have no effect with advantage={self.advantage}, which divides by no deviation"
             )
         return self
+
+    @property
+    def source(self) -> str:
+        """Paper and equation of a preset; empty for a row of one's own."""
+        return _SOURCES.get(self.name, "")
 
     @property
     def sizes_band(self) -> bool:
@@ -318,9 +321,13 @@ def _check_name(row: Algorithm) -> None:
                 else "give the row a name of its own, with all of " + ", ".join(_DEFINING)
             )
             raise ValueError(
-                f"{row.name} is defined by {key}={definition[key]} ({definition['source']}), and {_WHY[key]}. For {key}={value}: {instead}"
+                f"{row.name} is defined by {key}={definition[key]} ({row.source}), and {_WHY[key]}. For {key}={value}: {instead}"
             )
 
+
+_SOURCES: dict[str, str] = {
+    name: row.pop("source") for name, row in _ROWS.items()
+}  # said of a row, and no setting of it
 
 PRESETS: dict[str, Algorithm] = {name: Algorithm(name=name, **row) for name, row in _ROWS.items()}
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gspo.engines.engine import Engine, Request
-from gspo.rewards.load import RewardFunction
-from gspo.rewards.score import score
+from gspo.rewards.score import Scorer
 from gspo.types import Group
 
 
-def rollout(engine: Engine, requests: Sequence[Request], reward: RewardFunction) -> list[Group]:
-    """The judged groups, in the order of the requests. Groups are judged as they complete."""
+def rollout(engine: Engine, requests: Sequence[Request], reward: Scorer) -> list[Group]:
+    """The judged groups, in the order of the requests. Groups are judged as they complete, while others are sampled.
+
+    Raises RunError as `Judging.finish` does.
+    """
     for request in requests:
         engine.submit(request)
-    groups = {group.ordinal: score(reward, group) for group in engine.collect()}
+    judging = reward.begin()
+    for group in engine.collect():
+        judging.add(group)
+    groups = {group.ordinal: group for group in judging.finish()}
     return [groups[request.ordinal] for request in requests]

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,6 +24,9 @@ from gspo.errors import InputError
 
 Tree = dict[str, Any]
 R = TypeVar("R", Run, Sft)
+
+_NOT_KEYS = ("function-", "constrained-", "literal[")
+"""Beginnings of what pydantic puts among the keys of an error's place: the kinds of value that it tried."""
 
 
 def recipes(kind: type[AnyRun] = Run) -> list[str]:
@@ -119,6 +122,8 @@ def lay_over(tree: Tree, key: str, value: Any, kind: type[AnyRun] = Run) -> None
         return
     for depth, name in enumerate(parents):
         below = tree.get(name)
+        if isinstance(below, list | tuple):
+            raise InputError(f"{key}: there are {len(below)} {name} rules, and the key is of one: give the whole list")
         if not isinstance(below, dict):
             shorthand = shorthands.get(".".join(parents[: depth + 1]))
             below = {shorthand: below} if shorthand and below is not None else {}
@@ -142,7 +147,8 @@ def check_as(kind: type[R], tree: Tree, where: str) -> R:
 
 def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:
     """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
-    if key in _shorthands(kind) or key in _text_keys(kind):
+    listed = key in _lists(kind) and word.startswith(("[", "{"))
+    if not listed and (key in _shorthands(kind) or key in _text_keys(kind)):
         return None if word == "null" else word
     try:
         return yaml.safe_load(word) if word else ""
@@ -151,7 +157,7 @@ def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:
 
 
 def _explain(error: Any, kind: type[AnyRun]) -> str:
-    path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
+    path = [str(part) for part in error["loc"] if not (isinstance(part, int) or str(part).startswith(_NOT_KEYS))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{_suggest(path, kind)}"
@@ -171,6 +177,8 @@ def _suggest(path: list[str], kind: type[AnyRun]) -> str:
     near = near or [anywhere[n] for n in get_close_matches(leaf, anywhere, n=1, cutoff=0.7)]
     if near:
         return f"; did you mean {near[0]!r}?"
+    if not siblings:
+        return ""
     return f" in {'.'.join(parents) or 'the top level'}, which has {', '.join(siblings)}"
 
 
@@ -209,12 +217,31 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key is of, or holds several of: `reward` is a rule, or a list of rules."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for kind in get_args(annotation) if (found := _section_in(kind)) is not None), None)
+
+
 @cache
 def _shorthands(kind: type[AnyRun]) -> dict[str, str]:
     """Sections that a bare value stands for, with the key that takes it."""
-    sections = {key: section for key, field in _walk(kind, "") if (section := _section(field)) is not None}
+    sections = {key: found for key, field in _walk(kind, "") if (found := _section_in(field.annotation)) is not None}
     named = {key: getattr(section, "shorthand", "name") for key, section in sections.items()}
     return {key: shorthand for key, shorthand in named.items() if shorthand}
+
+
+@cache
+def _lists(kind: type[AnyRun]) -> frozenset[str]:
+    """Keys that hold several sections."""
+    return frozenset(key for key, field in _walk(kind, "") if _several(field.annotation))
+
+
+def _several(annotation: Any) -> bool:
+    if get_origin(annotation) is tuple:
+        return _section_in(annotation) is not None
+    return any(_several(kind) for kind in get_args(annotation))
 
 
 @cache

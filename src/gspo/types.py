@@ -94,8 +94,10 @@ class Reward:
     """Value per reward function."""
     status: Mapping[str, Status] = field(default_factory=dict)
     """Status per reward function."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time that each reward function took."""
     error: str | None = None
-    """Traceback of the function that crashed, if one did."""
+    """Traceback of the first function that crashed, or what is known of its end; None if all came to a verdict."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ HEALTHY: dict[str, Any] = {
     "rollouts/judged": 64,
     "rollouts/crashed": 0,
     "rollouts/no_verdict": 0,
+    "rollouts/timeout": 0,
     "groups/total": 8,
     "groups/signal": 6,
     "groups/all_right": 1,

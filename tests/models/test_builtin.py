@@ -13,7 +13,8 @@ from gspo.errors import InputError
 from gspo.evaluate import evaluate
 from gspo.models import builtin
 from gspo.models.load import load_policy
-from gspo.rewards.load import load_reward
+from gspo.rewards.load import load, open_scorers
+from gspo.rewards.ready import Around
 from gspo.tasks.data import held_out_rows
 from gspo.tasks.render import render
 from gspo.tasks.sort import Sort
@@ -37,7 +38,10 @@ def test_the_trained_models_know_how_to_sort_as_well_as_is_said(name: str, lette
     tokens = len(Sort((letters,)).rows("train", limit=1)[0][0]["answer"]) + 1
     engine = LocalEngine(policy, config.Sampling(max_new_tokens=tokens, max_rows=192), seed=0)
     prompts = render(rows, policy.tokenizer, data).prompts
-    found, _ = evaluate(engine, prompts, load_reward(config.RewardRule(function="sorted"), rows))
+    judging = config.Judging()
+    around = Around(rows, "prompt", None, tokens, judging)
+    (scorer,), _ = open_scorers([(load([config.RewardRule(function="sorted")], around), rows)], judging)
+    found, _ = evaluate(engine, prompts, scorer)
     expected = SUCCESS[name, letters]
     spread = (expected * (1 - expected) * (1 / 192 + 1 / 1024)) ** 0.5
     assert abs(found.reward.value - expected) < 3.5 * spread

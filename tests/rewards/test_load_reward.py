@@ -3,15 +3,20 @@
 import functools
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
 
-from gspo.config import Data, RewardRule
+from gspo.config import Data, Judging, RewardRule
 from gspo.errors import InputError
-from gspo.rewards.load import load_reward
+from gspo.rewards.call import Item
+from gspo.rewards.load import load as load_rewards
+from gspo.rewards.load import open_scorers
+from gspo.rewards.ready import Around
 from gspo.tasks.data import read_rows
 
+LOCK = threading.Lock()
 ROWS = [
     {"prompt": "3 + 4", "answer": "7", "gold": 7, "hint": None},
     {"prompt": "1 + 1", "answer": "2", "gold": 2, "hint": "two"},
@@ -22,18 +27,26 @@ def rows(*given):
     return read_rows(Data(), rows=given or ROWS)
 
 
-def load(function, found=None, **keys):
-    return load_reward(RewardRule(function=function, **keys), found or rows())
+def load(function, found=None):
+    around = Around(found or rows(), "prompt", None, 100, Judging(workers=1))
+    return load_rewards([RewardRule(function=function)], around)[0]
 
 
-def refusal(function, found=None, **keys):
+def try_out(function, found):
+    _, pool = open_scorers([([load(function, found)], found)], Judging(workers=1))
+    if pool is not None:
+        pool.close()
+
+
+def refusal(function, found=None):
     with pytest.raises(InputError) as caught:
-        load(function, found, **keys)
+        try_out(function, found or rows())
     return str(caught.value)
 
 
-def call(reward, completion, row=0, prompt=""):
-    return reward.call(completion, ROWS[row], prompt)
+def call(reward, completion, row=0, prompt="", tokens=1):
+    assert reward.ready.call is not None
+    return reward.ready.call(Item((completion,), (tokens,), ROWS[row], prompt))[0]
 
 
 @pytest.fixture
@@ -54,30 +67,43 @@ def source(tmp_path, monkeypatch):
 def test_built_in_rules_read_their_column():
     assert load("number").name == "number"
     assert [call(load("number"), "it is 7", row) for row in (0, 1)] == [1.0, 0.0]
-    assert call(load("number", answer="gold"), "7") == 1.0
+    assert call(load("number:gold"), "7") == 1.0
     assert call(load("boxed"), r"\boxed{7}") == 1.0
     assert call(load("exact"), "7 ") == 1.0
-    assert call(load("regex", pattern="^7"), "70") == 1.0
+    assert call(load("regex:^7"), "70") == 1.0
     assert call(load("format"), "x</think>7", prompt="Q<think>\n") == 1.0
-    assert call(load("format", pattern="."), "77") == 0.0
+    assert call(load("format:."), "77") == 0.0
 
 
 @pytest.mark.parametrize(
-    ("function", "keys", "parts"),
+    ("function", "parts"),
     [
-        ("numbr", {}, ["did you mean 'number'", "exact, number, boxed, regex, format", "file.py:name"]),
-        ("number", {"answer": "anwser"}, ["'anwser' (did you mean 'answer'?)", "prompt, answer, gold, hint"]),
-        ("exact", {"answer": "hint"}, ["'hint'", "null in row 0"]),
-        ("number", {"answer": "prompt"}, ["row 0, row 1", "'3 + 4'"]),
-        ("regex", {}, ["reward.pattern"]),
-        ("regex", {"pattern": "("}, ["reward.pattern='('"]),
-        ("number", {"pattern": "7"}, ["does not read reward.pattern"]),
-        ("format", {"answer": "gold"}, ["does not read reward.answer"]),
+        ("numbr", ["did you mean 'number'", "exact, number, boxed, math, code", "file.py:name"]),
+        ("number:anwser", ["'anwser' (did you mean 'answer'?)", "prompt, answer, gold, hint"]),
+        ("exact:hint", ["'hint'", "null in row 0"]),
+        ("number:prompt", ["row 0, row 1", "'3 + 4'"]),
+        ("regex", ["regex:"]),
+        ("regex:(", ["'('"]),
+        ("overlong:101", ["101", "sampling.max_new_tokens=100"]),
+        ("overlong:many", ["'many'"]),
+        ("repetition:0", ["'0'"]),
     ],
 )
-def test_built_in_rules_are_refused(function, keys, parts):
-    message = refusal(function, **keys)
+def test_built_in_rules_are_refused(function, parts):
+    message = refusal(function)
     assert [part for part in parts if part.lower() not in message.lower()] == []
+
+
+def test_the_soft_overlong_penalty_is_dapos():
+    reward = load("overlong:20")  # of max_new_tokens 100: free up to 80
+    assert [call(reward, "", tokens=n) for n in (1, 80, 85, 90, 100, 101)] == [0, 0, -0.25, -0.5, -1, -1]
+    assert call(load("overlong"), "", tokens=90) == -0.5
+
+
+def test_the_repetition_penalty_counts_what_was_said_before():
+    reward = load("repetition:2")
+    said = ("one two three", "a a a a a", "a b a b", "", "word")
+    assert [call(reward, text) for text in said] == pytest.approx([0, -0.75, -1 / 3, 0, 0])
 
 
 def test_at_most_ten_rows_are_named():
@@ -150,8 +176,8 @@ def test_only_named_columns_are_passed_and_kwargs_takes_all():
 
     call(load(named), "x")
     call(load(everything), "y")
-    assert seen[1] == ("x", "7", 7)
-    assert seen[3] == ("y", "7", {"prompt": "3 + 4", "gold": 7, "hint": None})
+    assert seen[0] == ("x", "7", 7)
+    assert seen[1] == ("y", "7", {"prompt": "3 + 4", "gold": 7, "hint": None})
 
 
 def test_optional_parameters_keep_their_default_where_the_column_is_null_or_lacking():
@@ -164,6 +190,23 @@ def test_optional_parameters_keep_their_default_where_the_column_is_null_or_lack
 def test_rendered_prompt():
     assert call(load(lambda completion, rendered_prompt: len(rendered_prompt)), "", prompt="four") == 4.0
     assert "rendered_prompt" in refusal(lambda c, rendered_prompt: 1, rows({"prompt": "x", "rendered_prompt": "y"}))
+
+
+def test_a_function_over_a_group_is_one_whose_first_parameter_is_completions():
+    reward = load(
+        lambda completions, gold, completion_tokens: [
+            len(c) + gold + n for c, n in zip(completions, completion_tokens, strict=True)
+        ]
+    )
+    assert reward.group
+    assert reward.ready.call(Item(("a", "bb"), (10, 20), ROWS[0], "")) == (18.0, 29.0)
+    assert not load(lambda completion: 1).group
+
+
+def test_functions_of_one_name_are_told_apart():
+    around = Around(rows(), "prompt", None, 100, Judging())
+    rules = [RewardRule(function=f) for f in ("number", "number:gold", lambda c: 1, lambda c: 2)]
+    assert [found.name for found in load_rewards(rules, around)] == ["number", "number_2", "<lambda>", "<lambda>_2"]
 
 
 def test_callable_objects_methods_and_partials():
@@ -181,15 +224,6 @@ def test_callable_objects_methods_and_partials():
     assert load(Judge()).name == "Judge"
 
 
-async def waits(completion):
-    return 1.0
-
-
-class WaitsToo:
-    async def __call__(self, completion):
-        return 1.0
-
-
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
@@ -199,8 +233,8 @@ class WaitsToo:
         (lambda c, hint: 1, ["null in row 0"]),
         (lambda c, answer, /: 1, ["by name"]),
         (lambda answer, **columns: 1, ["rename"]),
-        (waits, ["waits", "async"]),
-        (WaitsToo(), ["async"]),
+        (lambda c, completion_tokens, rendered_prompt, lock=LOCK: LOCK.acquire(), ["cannot be sent", "lock"]),
+        (lambda completions: [1.0], ["1 values for 2 completions"]),
         (lambda c: [1.0], ["list", "judges one completion"]),
         (lambda c: "1", ["str '1'"]),
         (lambda c: float("nan"), ["nan", "finite"]),
@@ -211,11 +245,6 @@ class WaitsToo:
 def test_functions_are_refused(function, parts):
     message = refusal(function)
     assert [part for part in parts if part not in message] == []
-
-
-def test_keys_that_a_function_of_ones_own_does_not_read():
-    assert "reward.pattern" in refusal(lambda c: 1, pattern="x")
-    assert "reward.answer=gold" in refusal(lambda c: 1, answer="gold")
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), -3])

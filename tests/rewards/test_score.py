@@ -1,26 +1,19 @@
 """Judging groups: no verdict and crashes are states, never zeros."""
 
-import numpy as np
+import judging
 import pytest
+from judging import values
 
-from gspo.config import Data, RewardRule
-from gspo.rewards.load import load_reward
-from gspo.rewards.score import score
-from gspo.tasks.data import read_rows
-from gspo.types import Group, Prompt, Rollout, Segment, Status, Stop
+from gspo.config import RewardRule
+from gspo.errors import RunError
+from gspo.types import Status
 
 ROW = {"prompt": "3 + 4", "answer": "7"}
 
 
-def group(*texts):
-    segment = Segment(np.array([1]), np.array([True]), np.zeros(1, np.float32))
-    prompt = Prompt(row=0, text="Q<think>", token_ids=np.array([1, 2]), columns=ROW)
-    rollouts = tuple(Rollout(i, (segment,), text, Stop.EOS, (0, 0)) for i, text in enumerate(texts))
-    return Group(prompt, ordinal=5, rollouts=rollouts)
-
-
-def judged(function, *texts):
-    return score(load_reward(RewardRule(function=function), read_rows(Data(), rows=[ROW])), group(*texts))
+def judged(rules, *texts, **keys):
+    with judging.scorer(rules, [ROW], **keys) as opened:
+        return judging.judge(opened, ROW, *texts, prompt="Q<think>")
 
 
 def misbehave(completion, answer):
@@ -37,7 +30,7 @@ def misbehave(completion, answer):
 
 
 def test_each_rollout_is_judged_in_order():
-    result = judged("number", "7", "8", "so 7")
+    result = judged(["number"], "7", "8", "so 7")
     assert [r.reward.value for r in result.rollouts] == [1.0, 0.0, 1.0]
     assert result.rollouts[0].reward.parts == {"number": 1.0}
     assert result.rollouts[0].reward.status == {"number": Status.OK}
@@ -45,32 +38,67 @@ def test_each_rollout_is_judged_in_order():
 
 
 def test_rules_see_the_rendered_prompt():
-    assert [r.reward.value for r in judged("format", "x</think>7", "7").rollouts] == [1.0, 0.0]
+    assert values(judged(["format"], "x</think>7", "7")) == [1.0, 0.0]
+
+
+def test_p19_a_think_tag_that_the_template_opened():
+    """huggingface/trl#6966: a format reward of 0 for every completion."""
+    texts = ["2+2=4</think>4", "<think>x</think>4", "4"]
+    assert values(judged(["format"], *texts)) == [1.0, 1.0, 0.0]
 
 
 def test_failures_are_states_and_the_others_are_still_judged():
-    texts = ["none", "raise", "exit", "nan", "text", "huge", "7", "8"]
-    rewards = [r.reward for r in judged(misbehave, *texts).rollouts]
-    crashed = Status.CRASHED
+    texts = ["none", "raise", "exit", "nan", "text", "huge", "interrupt", "7", "8"]
+    rewards = [r.reward for r in judged([misbehave], *texts).rollouts]
     assert [r.status["misbehave"] for r in rewards] == [
-        Status.NO_VERDICT,
-        crashed,
-        crashed,
-        crashed,
-        crashed,
-        crashed,
-        Status.OK,
-        Status.OK,
-    ]
-    assert [r.value for r in rewards] == [None] * 6 + [1.0, 0.0]
+        Status.NO_VERDICT, *[Status.CRASHED] * 6, Status.OK, Status.OK,
+    ]  # fmt: skip
+    assert [r.value for r in rewards] == [None] * 7 + [1.0, 0.0]
     assert [r.parts["misbehave"] for r in rewards] == [r.value for r in rewards]
-    parts = [None, "ZeroDivisionError: by hand", "SystemExit: 3", "nan", "str '1.0'", "OverflowError", None, None]
+    parts = [None, "ZeroDivisionError: by hand", "SystemExit: 3", "nan", "str '1.0'", "OverflowError", "KeyboardInterrupt", None, None]  # fmt: skip
     assert [r.error is None if part is None else part in r.error for r, part in zip(rewards, parts, strict=True)] == [
         True
-    ] * 8
-    assert [r.text for r in judged(misbehave, *texts).judged] == ["7", "8"]
+    ] * 9
 
 
-def test_ctrl_c_stops_the_run():
-    with pytest.raises(KeyboardInterrupt):
-        judged(misbehave, "interrupt")
+def test_weights_add_up_and_none_is_never_zero():
+    rules = [
+        "number",
+        RewardRule(function=misbehave, weight=0.5),
+        RewardRule(function=lambda completion: None, weight=0),
+    ]
+    rewards = [r.reward for r in judged(rules, "7", "8", "none").rollouts]
+    assert [r.value for r in rewards] == [1.5, 0.0, None]
+    assert rewards[2].parts == {"number": 0.0, "misbehave": None, "<lambda>": None}
+    assert rewards[0].status["<lambda>"] is Status.NO_VERDICT
+
+
+def test_a_function_over_a_group_judges_it_whole():
+    def best(completions, completion_tokens):
+        if completions[0] == "":  # the trial call
+            return [0, 0]
+        return [len(c) == max(map(len, completions)) if c != "skip" else None for c in completions]
+
+    rewards = [r.reward for r in judged([best], "long", "longer", "skip").rollouts]
+    assert [r.value for r in rewards] == [0.0, 1.0, None]
+    assert rewards[2].status["best"] is Status.NO_VERDICT
+
+
+def test_failures_above_the_limit_stop_the_run_with_the_evidence():
+    texts = ["raise", "raise", "exit", "7"]
+    with pytest.raises(RunError) as caught:
+        judged([misbehave], *texts, max_failed=0.5)
+    words = ["misbehave failed on 3 of 4", "3 crashed, 0 timed out", "judging.max_failed=0.5", "'raise'", "by hand"]
+    assert [part for part in words if part not in str(caught.value)] == []
+    assert judged([misbehave], *texts, max_failed=0.75).rollouts[3].reward.value == 1.0
+
+
+@pytest.mark.parametrize(("last", "said"), [("8", 1), ("7", 0)])
+def test_a_function_that_gives_one_value_is_named_once(last, said):
+    notices = []
+    with judging.scorer(["number"], [ROW]) as opened:
+        for texts in (["8"] * 63, [last], ["8"] * 64):
+            judging.judge(opened, ROW, *texts)
+            notices.append(opened.notices())
+    assert [len(each) for each in notices] == [0, said, 0]
+    assert said == 0 or "number gave 0 to each of the first 64 answers" in notices[1][0]

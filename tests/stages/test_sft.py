@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,7 @@ def test_epochs_say_how_many_steps(tmp_path: Path) -> None:
 
 
 def test_the_loss_falls_and_sampled_answers_get_better(tmp_path: Path) -> None:
-    evaluation = {"every": 60, "limit": 32, "reward": {"function": "regex", "pattern": "^[a-t]:[a-t];[a-t]:[a-t]{2};$"}}
+    evaluation = {"every": 60, "limit": 32, "reward": "regex:^[a-t]:[a-t];[a-t]:[a-t]{2};$"}
     keys = dict(optimizer={"learning_rate": 1e-2}, batch_size=32, eval=evaluation)
     result = run(tmp_path / "run", steps=60, **keys)
     lines = journal(tmp_path / "run")
@@ -334,10 +335,49 @@ def test_a_signal_saves_the_step_at_hand(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run" / "checkpoints" / "00000004" / "model.safetensors").is_file()
 
 
+def test_the_processes_of_the_reward_end_with_the_run_and_with_a_refusal(tmp_path: Path) -> None:
+    folder, pids, judge = tmp_path / "run", tmp_path / "pids", tmp_path / "judge.py"
+    judge.write_text(
+        "import os\n\ndef score(completion):\n"
+        f"    open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\n    return float(len(completion))\n"
+    )
+    keys = {"eval": {"every": 1, "limit": 4, "reward": [f"{judge}:score", {"function": "sorted", "weight": 0.5}]}}
+    tree = {"dir": str(folder), "threads": 1, **SORT, "steps": 2, "judging": {"workers": 2}, **keys}
+    job = build(settings.check_as(Sft, {**tree, "model": {"name": "random-dense", "dtype": "float32"}}, "test"))
+    assert tune(job).last["reward"] is not None
+    assert all_gone(judging_of(pids)), "while the job is still held"
+    pids.unlink()
+    longer = resumed_run(Sft, folder, ["steps=3"])
+    other = longer.model_copy(update={"data": longer.data.model_copy(update={"source": "sort:3"})})
+    with pytest.raises(InputError, match="put the data back") as refusal:
+        build(other, resume=folder)
+    assert all_gone(judging_of(pids)), "while the frames that held the inputs are still there"
+    assert refusal.traceback
+
+
+def judging_of(pids: Path) -> set[Path]:
+    """What /proc has of the processes that judged; there was one at least, and this one was not among them."""
+    found = set(map(int, pids.read_text().split()))
+    assert found
+    assert os.getpid() not in found
+    return {Path(f"/proc/{pid}") for pid in found}
+
+
+def all_gone(processes: set[Path], within: float = 3.0) -> bool:
+    end = time.monotonic() + within
+    while (left := any(process.exists() for process in processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not left
+
+
 BAD_KEYS = [
     (["steps=3", "epochs=1"], "steps and epochs"),
     (["eval.reward=null", "eval.samples=4"], "samples has no effect without a reward"),
     (["eval.reward=null", "sampling.temperature=0.5", "sampling.max_rows=64"], "no effect without eval.reward"),
+    (
+        ["eval.reward=null", "sampling.max_new_tokens=256", "sampling.max_rows=256", "judging.timeout=3"],
+        "judging.timeout has no effect without eval.reward",
+    ),
     (["algorithm=gspo"], "algorithm: no such key"),
     (["optimizer.learning_rte=1"], "did you mean 'optimizer.learning_rate'"),
     (["data=srot:8"], "did you mean 'sort:8'"),

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from gspo import config
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
-from gspo.rewards.load import load_reward
+from gspo.rewards.call import Call, Item
+from gspo.rewards.load import load
+from gspo.rewards.ready import Around
 from gspo.rewards.rules import sorted_list
-from gspo.tasks.data import read_rows
+from gspo.tasks.data import Rows, read_rows
 from gspo.tasks.sort import LETTERS, Sort, parse
 
 
@@ -123,9 +125,14 @@ def test_the_rule_judges_the_last_list_alone(completion, right):
 
 
 def test_the_rule_is_found_by_name_and_wants_a_list():
-    rows = read_rows(config.Data(source="sort:4"))
-    judge = load_reward(config.RewardRule(function="sorted"), rows)
-    assert judge.call(rows.rows[0]["answer"], rows.rows[0], "") == 1.0
-    assert judge.call(rows.rows[1]["answer"], rows.rows[0], "") == 0.0
+    def sorted_of(source: str) -> tuple[Rows, Call | None]:
+        rows = read_rows(config.Data(source=source))
+        (found,) = load([config.RewardRule(function="sorted")], Around(rows, "prompt", None, 31, config.Judging()))
+        return rows, found.ready.call
+
+    rows, call = sorted_of("sort:4")
+    assert call is not None
+    judged = [call(Item((row["answer"],), (1,), rows.rows[0], "")) for row in rows.rows[:2]]
+    assert judged == [(1.0,), (0.0,)]
     with pytest.raises(InputError, match="must be text that ends with"):
-        load_reward(config.RewardRule(function="sorted"), read_rows(config.Data(source="addition")))
+        sorted_of("addition")

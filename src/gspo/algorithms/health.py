@@ -41,8 +41,8 @@ def _unjudged(m: Mapping[str, Any]) -> Verdict | None:
         return None
     return Verdict(
         "unjudged",
-        f"none of the {m['rollouts/total']} answers was judged: the reward function crashed on {m['rollouts/crashed']} and gave no verdict "
-        f"on {m['rollouts/no_verdict']}. Its errors are in rollouts/",
+        f"none of the {m['rollouts/total']} answers was judged: the reward function crashed on {m['rollouts/crashed']}, was timed out on "
+        f"{m['rollouts/timeout']} and gave no verdict on {m['rollouts/no_verdict']}. Its errors are in rollouts/",
         warning=True,
     )
 

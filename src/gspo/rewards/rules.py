@@ -1,14 +1,12 @@
-"""The built-in rules: pure functions from an answer's text to 1.0 or 0.0.
+"""Rules that need no library: pure functions of an answer's text, or of its length.
 
-In: a completion and what the right answer is. Out: 1.0 or 0.0; never an exception, whatever the text, in time linear
-in its length. `load.py` finds them by name in `RULES`.
+In: a completion and what the right answer is. Out: a number; never an exception, whatever the text, in time linear
+in its length, but for patterns of the user's, which are bounded by nothing. `ready.py` lists them by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -32,13 +30,13 @@ def boxed(completion: str, *, answer: Any) -> float:
 
     White space and `$` are left out. An answer that has a `\boxed{...}` itself, as a worked solution, means its content.
     """
-    found, gold = last_boxed(completion), _gold_of_box(answer)
+    found, gold = last_boxed(completion), gold_of_box(answer)
     if found is None:
         return 0.0
     numbers = as_number(found), as_number(gold)
     if None not in numbers:
         return float(numbers[0] == numbers[1])
-    return float(_bare(found) == _bare(gold))
+    return float(bare(found) == bare(gold))
 
 
 def regex(completion: str, *, pattern: str) -> float:
@@ -75,13 +73,32 @@ def sorted_list(completion: str, *, answer: Any) -> float:
 
     What comes before the last list is not looked at.
     """
-    found = _last_list(completion)
-    return float(found is not None and found == _last_list(str(answer)))
+    found = last_list(completion)
+    return float(found is not None and found == last_list(str(answer)))
 
 
-def _last_list(text: str) -> str | None:
+def last_list(text: str) -> str | None:
+    """The list that the text ends with, between its last `:` and the `;` at its end, or None."""
     _, colon, found = text.strip().rpartition(":")
     return found[:-1] if colon and found.endswith(";") and ";" not in found[:-1] else None
+
+
+def overlong(completion: str, *, completion_tokens: int, limit: int, buffer: int) -> float:
+    """0 up to `limit - buffer` tokens, then falling in a line to -1 at `limit`.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); the stop token counts.
+    """
+    return -min(1.0, max(0, completion_tokens - (limit - buffer)) / buffer)
+
+
+def repetition(completion: str, *, length: int) -> float:
+    """Minus the share of runs of `length` words that occurred before: 0 for a text without any, towards -1 for one word for ever.
+
+    The penalty of Yeo et al., arXiv 2502.03373, as open-r1 scales it: 1 - distinct / all.
+    """
+    words = completion.lower().split()
+    runs = [tuple(words[i : i + length]) for i in range(len(words) - length + 1)]
+    return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
 
 
 # ------------------------------------------------------------------------------ numbers
@@ -164,36 +181,12 @@ def last_boxed(text: str) -> str | None:
     return text[last[0] : last[1]] if last else None
 
 
-def _gold_of_box(answer: Any) -> str:
+def gold_of_box(answer: Any) -> str:
+    r"""What an answer means: the content of its box if it has one."""
     content = last_boxed(str(answer))
     return str(answer) if content is None else content
 
 
-def _bare(text: str) -> str:
+def bare(text: str) -> str:
+    """Without white space and `$`."""
     return "".join(text.split()).replace("$", "")
-
-
-# ------------------------------------------------------------------------------ the table
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A built-in rule; whether it reads `answer`, `pattern` or `rendered_prompt` stands in its signature."""
-
-    function: Callable[..., float]
-    usable: Callable[[Any], bool] = lambda answer: True
-    """Whether an answer is one that the rule can compare with."""
-    wants: str = ""
-    """What an answer must be, in words."""
-
-
-RULES: dict[str, Rule] = {
-    "exact": Rule(exact, lambda answer: str(answer).strip() != "", "text that is not empty"),
-    "number": Rule(number, lambda answer: as_number(answer) is not None, "a number and nothing else"),
-    "boxed": Rule(boxed, lambda answer: _bare(_gold_of_box(answer)) != "", "text that is not empty"),
-    "regex": Rule(regex),
-    "format": Rule(format),
-    "sorted": Rule(
-        sorted_list, lambda answer: _last_list(str(answer)) is not None, "text that ends with `:` a list and `;`"
-    ),
-}

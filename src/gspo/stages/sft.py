@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from gspo.journal import FORMAT, Lines, Metrics, evaluation_metrics
 from gspo.learner import Learner
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
-from gspo.rewards.load import RewardFunction
+from gspo.rewards.runner import Pool
+from gspo.rewards.score import Scorer
 from gspo.stats import UpdateStats
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
@@ -89,7 +90,7 @@ class Result:
 
 def tune(job: SftJob) -> Result:
     """Run `job` to its last step, or to the first signal."""
-    with job.stop.on_signals(job.console.say):
+    with closing(job), job.stop.on_signals(job.console.say):
         job.measure_start()
         for step in job.steps():
             stats = job.update()
@@ -120,8 +121,10 @@ class SftJob:
     answers: Mapping[int, Answered]
     """By row of their prompt."""
     held_out: tuple[Answered, ...]
-    reward: RewardFunction | None
+    reward: Scorer | None
     """How sampled answers to the held-out prompts are judged, if they are."""
+    pool: Pool | None
+    """The processes in which they are judged, if that needs any."""
     policy: Policy
     sampler: Sampler
     engine: LocalEngine | None
@@ -145,6 +148,11 @@ class SftJob:
             if self.stop.by is not None:
                 return
             yield step
+
+    def close(self) -> None:
+        """End the processes that the run has started."""
+        if self.pool is not None:
+            self.pool.close()
 
     def update(self) -> UpdateStats:
         """Draw answers and do one update. Out of memory, it is tried again with smaller micro-batches."""
@@ -190,6 +198,8 @@ class SftJob:
                 prompts = [each.prompt for each in self.held_out]
                 for prefix, evaluation in measure(self.engine, prompts, self.reward, self.run.eval).items():
                     found |= evaluation_metrics(prefix, evaluation)
+                for notice in self.reward.notices():
+                    self.console.say(f"note: {notice}")
         return found
 
     def measure_start(self) -> None:

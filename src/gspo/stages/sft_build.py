@@ -17,11 +17,13 @@ from gspo.config import Sft
 from gspo.console import Console
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
-from gspo.inputs import Row
+from gspo.inputs import Row, surroundings
 from gspo.journal import Lines, Metrics
 from gspo.learner import Learner
 from gspo.models.load import Policy, load_tokenizer
-from gspo.rewards.load import RewardFunction, load_reward
+from gspo.rewards.load import load, open_scorers
+from gspo.rewards.runner import Pool
+from gspo.rewards.score import Scorer
 from gspo.stages.sft import SftJob
 from gspo.store import Store
 from gspo.tasks.answers import Answered, checked_pairs, ended, render_answers
@@ -35,8 +37,16 @@ class Inputs:
 
     answers: tuple[Answered, ...]
     held_out: tuple[Answered, ...]
-    reward: RewardFunction | None
+    reward: Scorer | None
+    """How sampled answers to the held-out prompts are judged, if they are."""
     notes: tuple[str, ...]
+    pool: Pool | None = None
+    """The processes of the reward functions, if they need any."""
+
+    def close(self) -> None:
+        """End the processes of the reward functions."""
+        if self.pool is not None:
+            self.pool.close()
 
     @property
     def sha256(self) -> str:
@@ -65,11 +75,17 @@ def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Seque
             "there are no held-out answers, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE",
         )
         return Inputs(learned.rows, (), None, (*data.notes, *learned.notes, *(said if run.eval.every else ())))
-    reward = None if run.eval.reward is None else load_reward(run.eval.reward, held_out)
+    found = [] if run.eval.reward is None else load(run.eval.reward, surroundings(run, held_out))
     test = render_answers(held_out, tokenizer, run.data)
     shared = overlap(data, held_out, run.data)
-    notes = (*data.notes, *learned.notes, *held_out.notes, *test.notes, *([shared] if shared else []))
-    return Inputs(learned.rows, test.rows, reward, notes)
+    notes = [*data.notes, *learned.notes, *held_out.notes, *test.notes, *([shared] if shared else [])]
+    notes += dict.fromkeys(note for each in found for note in each.ready.notes)
+    if not found:
+        return Inputs(learned.rows, test.rows, None, tuple(notes))
+    (reward,), pool = open_scorers(
+        [(found, held_out)], run.judging
+    )  # last, so that nothing refused leaves a process behind
+    return Inputs(learned.rows, test.rows, reward, tuple(notes), pool)
 
 
 def build(
@@ -84,6 +100,14 @@ def build(
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
+    try:
+        return _joined(run, inputs, folder, saved)
+    except BaseException:
+        inputs.close()
+        raise
+
+
+def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -> SftJob:
     require_same_data(saved, inputs.sha256)
     steps = run.steps or math.ceil((run.epochs or 1) * len(inputs.answers) / run.batch_size)
     run = run.model_copy(update={"steps": steps, "epochs": None})
@@ -110,6 +134,7 @@ def build(
         answers={each.prompt.row: each for each in inputs.answers},
         held_out=inputs.held_out,
         reward=inputs.reward,
+        pool=inputs.pool,
         policy=policy,
         sampler=Sampler([each.prompt for each in inputs.answers], run.seed, progress.position),
         engine=engine,

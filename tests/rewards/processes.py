@@ -1,0 +1,30 @@
+"""Which processes are alive: those that carry a mark in their environment, which children inherit."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, beside this one, that were started with `MARK=mark` in their environment and have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if state not in "ZX" and f"MARK={mark}".encode() in environment.split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def all_gone(mark: str, within: float = 3.0) -> bool:
+    """Whether none is left after a moment."""
+    end = time.monotonic() + within
+    while (left := marked(mark)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not left
