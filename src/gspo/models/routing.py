@@ -198,7 +198,8 @@ def _route(forward: Any, attention: Any, layer: int, *inputs: Any) -> Any:
     """A router's forward. Its routing is that of the attention before it in the same layer, which gets the layout: that
     holds, too, when the layer alone is computed again for the backward pass."""
     passed = attention.__dict__.get("gspo_routing")
-    return forward(*inputs) if passed is None else _chosen(forward, inputs, passed(), layer)
+    routing = None if passed is None else passed()  # None, too, once that forward is over
+    return forward(*inputs) if routing is None else _chosen(forward, inputs, routing, layer)
 
 
 def _chosen(forward: Any, inputs: tuple[Any, ...], routing: Routing, layer: int) -> Any:
