@@ -63,14 +63,15 @@ def _by_setting(weights: str, letters: int) -> tuple[Finding, ...]:
     )
 
 
-_OTHERS = (("fp8_cast", 10), ("fp8", 5), ("fp8", 8), ("fp8", 13), ("bf16", 8), ("int8", 8), ("int6", 8))
+_OTHERS = (("fp8_cast", 10), ("fp8", 5), ("fp8", 8), ("bf16", 8), ("int8", 8), ("int6", 8))
 PRECISION = Experiment(
     name="precision",
     title="The engine samples in a lower precision than the trainer",
     about="The engine's weights are rounded; its log-probabilities stand in the denominator of the ratio, as section 5.4 of "
     "the paper proposes for GSPO, or are computed again by the trainer (`GRPO, recomputed`). GSPO has the paper's band, 3e-4/4e-4, "
     "or .02/.027. That wider band was chosen in the prototype after the paper's had failed there on one seed, and confirmed on "
-    "others; it is no independent choice. The prototype rounded to fp8 without scales, which is `fp8_cast` here; `fp8` has a scale a row.",
+    "others; it is no independent choice. The prototype rounded to fp8 without scales, which is `fp8_cast` here; `fp8` has a scale a row. "
+    "Answers are at most 86 tokens: of prompts with more letters than it was trained on, the model gets none right (0 of 128 for 11, 12 and 13), so there is nothing to learn from.",
     findings=(
         Finding(
             "With the log-probabilities of an engine in fp8, GSPO whose band is wider than the mismatch learns where GRPO does not.",
