@@ -12,7 +12,7 @@ _WORDS = (
     "group_size=4",
     "eval.every=0",
     "model.dtype=float32",
-    "reward.pattern=[0-9]",
+    "reward=regex:[0-9]",
 )
 
 

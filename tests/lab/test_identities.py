@@ -14,7 +14,7 @@ from gspo.presets import PRESETS
 
 def test_the_gradients_of_a_real_run(tmp_path: Path) -> None:
     words = ["tiny", f"dir={tmp_path / 'run'}", "steps=2", "threads=1", "model.dtype=float64", "eval.every=0"]
-    words += ["sampling.max_new_tokens=6", "reward.pattern=[0-9]", "max_tokens_per_microbatch=100"]
+    words += ["sampling.max_new_tokens=6", "reward=regex:[0-9]", "max_tokens_per_microbatch=100"]
     identities.main(words)
     gaps = json.loads((tmp_path / "run" / "gaps.json").read_text())
     assert {name.removeprefix(ON_POLICY) for name in gaps if name.startswith(ON_POLICY)} == set(PRESETS)
