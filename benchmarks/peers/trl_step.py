@@ -127,7 +127,7 @@ def main() -> None:
     total = {name: sum(s for t, s in spans[method] if begin <= t < end) / work.steps for method, name in names.items()}
     seconds = (end - begin) / work.steps
     logs = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
-    measured = logs[work.warmup * work.updates : (work.warmup + work.steps) * work.updates]
+    measured = logs[work.warmup : work.warmup + work.steps]  # it says the lengths once a step, whatever the updates
     length = sum(entry["completions/mean_length"] for entry in measured) / len(measured)
     if work.forced and length != work.new_tokens:
         sys.exit(f"answers of exactly {work.new_tokens} tokens were asked for; their mean length is {length}")

@@ -40,7 +40,7 @@ class Section(BaseModel):
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
             raise ValueError(f"expected a value, found {str(value).lower()}")
         return value
 
@@ -59,8 +59,8 @@ class Model(Section):
     """auto (CUDA, then MPS, then CPU) or a torch device."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    compile: bool = False
-    """Fuse norms and activations by torch.compile. It takes time when they are first used, so it is meant for long runs."""
+    compile: bool | None = None
+    """Fuse norms, gates and log-probabilities by torch.compile, which takes seconds once; null: for 50 million parameters and more, where it works."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
 
@@ -115,7 +115,7 @@ class Sampling(Section):
     """The k likeliest tokens; 0 is off."""
     max_new_tokens: int = Field(default=256, gt=0)
     """Longest answer, the stop token included."""
-    max_rows: int = Field(default=64, gt=0)
+    max_rows: int = Field(default=256, gt=0)
     """Answers decoded at once; the next waits for a free row."""
 
 

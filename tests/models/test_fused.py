@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gspo import InputError, config
-from gspo.models import fused, load
+from gspo.models import fused, heads, load
+from gspo.models.attention import Packed
 
 
 def module(family: str, kind: str, dtype: torch.dtype) -> Any:
@@ -54,8 +55,8 @@ def test_the_gradients_are_those_of_the_formulas() -> None:
     kernels = fused.Kernels()
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,)))
     assert torch.autograd.gradcheck(lambda x, w: fused._Norm.apply(x, w, 1e-5, kernels), (x, weight))
-    gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda a, b: fused._Gate.apply(a, b, kernels), (gate, up))
+    gate, up, down = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3, 5), (4, 5)))
+    assert torch.autograd.gradcheck(lambda a, b, c: fused._GatedDown.apply(a, b, c, kernels), (gate, up, down))
 
 
 def test_gemmas_norms_and_other_activations_stay_as_they_are() -> None:
@@ -106,3 +107,32 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
     with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
         load.load_policy(config.Model(name="random-dense", compile=True))
+    monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
+    policy = load.load_policy(config.Model(name="random-dense"))
+    assert "not compiled: no C++ compiler found" in policy.announcement
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_large_models_are_compiled_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same log-probabilities and gradients either way."""
+    plain = load.load_policy(config.Model(name="random-dense", dtype="float32"))
+    assert "compiled" not in plain.announcement
+    monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
+    made = load.load_policy(config.Model(name="random-dense", dtype="float32"))
+    assert "log-probabilities compiled" in made.announcement
+    found = []
+    for policy in (plain, made):
+        ids = torch.arange(20) % 7 + 4
+        logprob_N, entropy_N = heads.trained_logprobs(
+            policy.model,
+            tokens_T=ids,
+            position_T=torch.arange(20),
+            layout=Packed([20]),
+            source_N=torch.arange(19),
+            target_N=ids[1:],
+            temperature=0.7,
+        )
+        (logprob_N.sum() + 0.1 * entropy_N.sum()).backward()
+        found.append([logprob_N, entropy_N, *(p.grad for p in policy.model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -27,6 +27,11 @@ def plain(
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)
 
 
+def ours(*inputs: Any) -> Any:
+    *rest, temperature = inputs
+    return heads._Logprob.apply(*rest, heads.Softmax(temperature))
+
+
 @given(
     rows=st.integers(0, 9),
     vocabulary=st.integers(1, 23),
@@ -47,7 +52,7 @@ def test_blocks_give_the_plain_value_and_gradient(
     target = torch.randint(0, vocabulary, (rows,), generator=g)
     by_logprob, by_entropy = (use * torch.randn(rows, dtype=torch.float64, generator=g) for use in uses)
     results = []
-    for compute in (plain, heads._Logprob.apply):
+    for compute in (plain, ours):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heads, "_ROWS", 4)
@@ -67,7 +72,7 @@ def test_blocks_give_the_plain_value_and_gradient(
 def test_temperature_divides_the_logits() -> None:
     """huggingface/trl#4159: logits [2, 0], token 0, T = 0.5 give -0.018150; raw is -0.126928, divided afterwards -0.253856."""
     weight = torch.tensor([[2.0], [0.0]])
-    logprob, _ = heads._Logprob.apply(torch.ones(1, 1), weight, None, torch.tensor([0]), 0.5)
+    logprob, _ = ours(torch.ones(1, 1), weight, None, torch.tensor([0]), 0.5)
     assert float(logprob) == pytest.approx(-0.018150, abs=1e-6)
 
 
@@ -78,7 +83,7 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16() -> None:
     target = torch.randint(0, 300, (70,), generator=g)
     hidden.requires_grad_()
     before = torch.backends.mkldnn.matmul.fp32_precision
-    found = heads._Logprob.apply(hidden, weight, None, target, 1.0)
+    found = ours(hidden, weight, None, target, 1.0)
     found[0].sum().backward()
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     exact = hidden.detach().double().requires_grad_()
@@ -92,7 +97,7 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16() -> None:
 
 def test_values_that_are_not_finite_are_not_hidden() -> None:
     weight = torch.tensor([[1.0], [float("nan")], [2.0]])
-    logprob, _ = heads._Logprob.apply(torch.ones(1, 1), weight, None, torch.tensor([0]), 1.0)
+    logprob, _ = ours(torch.ones(1, 1), weight, None, torch.tensor([0]), 1.0)
     assert not torch.isfinite(logprob).any()
 
 

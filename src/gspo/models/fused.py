@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
+
+from gspo.models.linear import transposed_product
 
 # ------------------------------------------------------------------------------ the formulas
 
@@ -83,18 +85,24 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
 
 
-class _Gate(torch.autograd.Function):
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) up): the gated values are made again in the backward pass, which costs less than keeping them."""
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(gate, up, down)
         ctx.kernels = kernels
-        result: Tensor = kernels.gate(gate, up)
-        return result
+        return linear(kernels.gate(gate, up), down)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernels.gate_backward(grad, *ctx.saved_tensors), None
+        gate, up, down = ctx.saved_tensors
+        rows, by_down = grad.reshape(-1, grad.shape[-1]), None
+        if ctx.needs_input_grad[2]:
+            by_down = transposed_product(rows, ctx.kernels.gate(gate, up).reshape(-1, gate.shape[-1]))
+        by_gated = torch.mm(rows, down).view_as(gate)
+        return *ctx.kernels.gate_backward(by_gated, gate, up), by_down, None
 
 
 def install(model: nn.Module, kernels: Kernels) -> None:
@@ -124,11 +132,11 @@ def _norm_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
     return result
 
 
-def _gate_without_gradient(gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
-    return kernels.gate(gate, up)
-
-
 def _gated_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
-    gate = _Gate.apply if torch.is_grad_enabled() else _gate_without_gradient
-    result: Tensor = module.down_proj(gate(module.gate_proj(x), module.up_proj(x), kernels))
-    return result
+    gate, up, down = module.gate_proj(x), module.up_proj(x), module.down_proj
+    # Not for what is not a plain layer (an adapter, say), nor for the few rows of a decoding step.
+    if type(down) is nn.Linear and down.bias is None and torch.is_grad_enabled():
+        result: Tensor = _GatedDown.apply(gate, up, down.weight, kernels)
+        return result
+    gated: Tensor = down(kernels.gate(gate, up))
+    return gated

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from gspo.errors import InputError
 from gspo.models.attention import Layout
+from gspo.models.linear import transposed_product
 
-# Rows and columns of the largest block of logits that ever exists: 16 MiB in float32.
-_ROWS, _COLUMNS = 512, 8192
+# Rows and columns of the largest block of logits that ever exists: 4 MiB in float32, which stay in the cache. Many rows,
+# since each block of the weight is re-ordered for its product.
+_ROWS, _COLUMNS = 1024, 1024
 
 
 class PolicyHead(nn.Linear):
@@ -35,6 +37,7 @@ class PolicyHead(nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias
+        self.formulas = Formulas()
         self._job: Callable[[PolicyHead, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -122,7 +125,7 @@ def _run(
 
 def _score(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, target_N: Tensor, temperature: float) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
-    results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, temperature)  # type: ignore[no-untyped-call]
+    results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, Softmax(temperature, head.formulas))  # type: ignore[no-untyped-call]
     return torch.stack(results)
 
 
@@ -195,17 +198,71 @@ def _rows(count: int) -> Iterator[slice]:
 # ------------------------------------------------------------------------------ log-probability and entropy
 
 
+def _absorb(z: Tensor, m_N: Tensor, s_N: Tensor, d_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A block more in the running maximum m, s = sum exp(z - m) and d = sum exp(z - m) (z - m)."""
+    m = torch.maximum(m_N, z.amax(1))
+    shift = m_N - m
+    z = z - m[:, None]
+    e = torch.exp(z)
+    return m, shift.exp() * s_N + e.sum(1), shift.exp() * (d_N + shift * s_N) + (e * z).sum(1)
+
+
+def _slope(logp: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+    """Gradient at scaled logits but for the target's own term: -p by_logprob - p (log p + entropy) by_entropy."""
+    if by_entropy is None:
+        return torch.exp(logp) * -by_logprob
+    return torch.exp(logp) * (-by_logprob - (logp + entropy) * by_entropy)
+
+
+def _block_gradient(
+    z: Tensor,
+    logsumexp_N: Tensor,
+    by_logprob_N: Tensor,
+    by_entropy_N: Tensor | None,
+    entropy_N: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    by_entropy = None if by_entropy_N is None else by_entropy_N[:, None]
+    return _slope(z - logsumexp_N[:, None], by_logprob_N[:, None], by_entropy, entropy_N[:, None]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """What is done to each number of a block of logits, as it is or compiled to one pass."""
+
+    absorb: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _absorb
+    gradient: Callable[..., Tensor] = _block_gradient
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How logits become probabilities: divided by the temperature, and by which formulas."""
+
+    temperature: float
+    formulas: Formulas = Formulas()
+
+
+def compiled() -> Formulas:
+    """Each formula as one pass over memory; made when it is first called."""
+    fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
+    return Formulas(fuse(_absorb), fuse(_block_gradient))
+
+
 class _Logprob(torch.autograd.Function):
     """log p(target) and the entropy of p = softmax(logits / temperature), with logits made block by block, twice.
 
-    Forward keeps, for each row, the running maximum m, s = sum exp(z - m) and d = sum exp(z - m) (z - m), so that
-    log-sum-exp is m + log s and the entropy is log s - d / s. Backward makes the blocks again:
-    d log p_t / dz_j = [j = t] - p_j,  and  d entropy / dz_j = -p_j (log p_j + entropy).
+    Forward keeps what `_absorb` adds up, so that log-sum-exp is m + log s and the entropy is log s - d / s. Backward
+    makes the blocks again: d log p_t / dz_j = [j = t] - p_j,  and  d entropy / dz_j = -p_j (log p_j + entropy).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:
         products, wide = _products(weight_VD), _wide(weight_VD.dtype)
         product, h = products.multiply, hidden_ND.to(products.factor)
@@ -214,53 +271,61 @@ class _Logprob(torch.autograd.Function):
         s_N, d_N, z_target_N = torch.zeros_like(m_N), torch.zeros_like(m_N), torch.zeros_like(m_N)
         for columns, weight, bias in _columns(weight_VD, bias_V):
             for rows in _rows(len(h)):
-                z = _scaled(product(h[rows], weight.T), bias, temperature)
-                place, inside = _place(target_N[rows], columns)
-                z_target_N[rows] = torch.where(inside, z.gather(1, place[:, None])[:, 0], z_target_N[rows])
-                m = torch.maximum(m_N[rows], z.amax(1))
-                shift = m_N[rows] - m
-                e = torch.exp(z.sub_(m[:, None]))
-                d_N[rows] = shift.exp() * (d_N[rows] + shift * s_N[rows]) + torch.linalg.vecdot(e, z)
-                s_N[rows] = shift.exp() * s_N[rows] + e.sum(1)
-                m_N[rows] = m
+                z = _scaled(product(h[rows], weight.T), bias, softmax.temperature)
+                at, place = _targets(target_N, rows, columns)
+                z_target_N[rows.start + at] = z[at, place]
+                m_N[rows], s_N[rows], d_N[rows] = softmax.formulas.absorb(z, m_N[rows], s_N[rows], d_N[rows])
         log_s_N = s_N.log()
         logsumexp_N, entropy_N = m_N + log_s_N, log_s_N - d_N / s_N
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N)
-        ctx.temperature = temperature
+        logprob_N = z_target_N - logsumexp_N
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N, logprob_N)
+        ctx.softmax = softmax
         ctx.set_materialize_grads(False)
-        return z_target_N - logsumexp_N, entropy_N
+        return logprob_N, entropy_N
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N, logprob_N = ctx.saved_tensors
         products, wide = _products(weight_VD), _wide(weight_VD.dtype)
         product, h = products.multiply, hidden_ND.to(products.factor)
-        by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / ctx.temperature
-        by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
-        wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        softmax: Softmax = ctx.softmax
+        by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / softmax.temperature
+        by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / softmax.temperature
+        by_target_N = _slope(logprob_N, by_logprob_N, by_entropy_N, entropy_N) + by_logprob_N
         grad_h, h_factor = torch.zeros_like(h, dtype=wide), hidden_ND.to(products.gradient)
-        grad_weight = torch.empty_like(weight_VD) if wants_weight else None
-        grad_bias = torch.empty_like(bias_V) if wants_bias else None
+        grad_weight = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
         for columns, weight, bias in _columns(weight_VD, bias_V):
-            block, block_bias = torch.zeros_like(weight, dtype=wide), entropy_N.new_zeros(len(weight))
+            by_weight, by_bias = _Sum(), _Sum()
             for rows in _rows(len(h)):
-                z = _scaled(product(h[rows], weight.T), bias, ctx.temperature).sub_(logsumexp_N[rows, None])
-                grad = _grad_logits(
-                    z, by_logprob_N[rows], None if by_entropy_N is None else by_entropy_N[rows], entropy_N[rows]
+                z = _scaled(product(h[rows], weight.T), bias, softmax.temperature)
+                by_entropy = None if by_entropy_N is None else by_entropy_N[rows]
+                grad = softmax.formulas.gradient(
+                    z, logsumexp_N[rows], by_logprob_N[rows], by_entropy, entropy_N[rows], products.gradient
                 )
-                place, inside = _place(target_N[rows], columns)
-                grad.scatter_add_(1, place[:, None], torch.where(inside, by_logprob_N[rows], 0)[:, None])
-                if grad_bias is not None:
-                    block_bias += grad.sum(0)
-                grad = grad.to(products.gradient)
+                at, place = _targets(target_N, rows, columns)
+                grad[at, place] = by_target_N[rows.start + at].to(grad.dtype)
                 grad_h[rows] += torch.mm(grad, weight_VD[columns].to(products.gradient))
                 if grad_weight is not None:
-                    block += torch.mm(grad.T, h_factor[rows])
+                    by_weight.add(transposed_product(grad, h_factor[rows]))
+                if grad_bias is not None:
+                    by_bias.add(grad.sum(0, dtype=wide))
             if grad_weight is not None:
-                grad_weight[columns] = block
+                grad_weight[columns] = by_weight.total
             if grad_bias is not None:
-                grad_bias[columns] = block_bias
+                grad_bias[columns] = by_bias.total
         return grad_h.to(hidden_ND.dtype), grad_weight, grad_bias, None, None
+
+
+class _Sum:
+    """Parts of one gradient, added up in float32 or better if there are several."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+
+    def add(self, part: Tensor) -> None:
+        self.total = part if isinstance(self.total, float) else self.total.to(_wide(part.dtype)).add_(part)
 
 
 def _scaled(z: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -269,16 +334,8 @@ def _scaled(z: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     return z if temperature == 1 else z.div_(temperature)
 
 
-def _place(target_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where the targets lie in a block of the vocabulary (some column for those outside), and whether they do."""
-    inside = (target_N >= columns.start) & (target_N < columns.stop)
-    return torch.where(inside, target_N - columns.start, 0), inside
-
-
-def _grad_logits(logp: Tensor, by_logprob_N: Tensor, by_entropy_N: Tensor | None, entropy_N: Tensor) -> Tensor:
-    """Gradient at a block of scaled logits, but for the target's own term; `logp` is used up."""
-    if by_entropy_N is None:
-        return logp.exp_().mul_(-by_logprob_N[:, None])
-    p = logp.exp()
-    coefficient = logp.add_(entropy_N[:, None]).mul_(-by_entropy_N[:, None]).sub_(by_logprob_N[:, None])
-    return p.mul_(coefficient)
+def _targets(target_N: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which of `rows` (counted from its start) have their target in this block of the vocabulary, and where."""
+    place = target_N[rows] - columns.start
+    at = ((place >= 0) & (place < columns.stop - columns.start)).nonzero()[:, 0]
+    return at, place[at]

@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
-from gspo.models import fused
+from gspo.models import fused, heads, linear
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
@@ -93,13 +93,12 @@ def load_policy(model: config.Model) -> Policy:
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
         _checkpoint_activations(hf, model.name)
-    if model.compile:
-        fused.install(hf, _compiled(device))
     parameters = sum(p.numel() for p in hf.parameters())
+    fusing = _fuse(hf, model.compile, parameters, device)
     stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
     announcement = (
         f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}); "
-        f"stored {stored}, computed {str(compute).removeprefix('torch.')}, optimizer {stored}; on {device}"
+        f"stored {stored}, computed {str(compute).removeprefix('torch.')}{fusing}, optimizer {stored}; on {device}"
     )
     return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement)
 
@@ -248,16 +247,28 @@ _NATIVE_BFLOAT16: dict[str, Callable[[torch.device], bool]] = {
 }
 
 
-def _compiled(device: torch.device) -> fused.Kernels:
+_WORTH_COMPILING = 50_000_000
+"""Parameters from which on compiling pays within a few updates: its seconds do not depend on the size."""
+
+
+def _fuse(model: Any, wanted: bool | None, parameters: int, device: torch.device) -> str:
+    """Compile the elementwise formulas if that is wanted, or, left open, worth it and possible; words that say so."""
+    if wanted is False or (wanted is None and parameters < _WORTH_COMPILING):
+        return ""
     kernels = fused.compiled()
     try:
         kernels.gate(torch.ones(2, 8, device=device), torch.ones(2, 8, device=device))
     except Exception as error:  # whatever the compiler of this machine says
+        words = str(error).strip().splitlines()[0]
+        if wanted is None:
+            return f" (not compiled: {words})"
         raise InputError(
-            f"model.compile=true: torch.compile does not work here ({str(error).strip().splitlines()[0]}). It needs a C++ compiler on a CPU "
+            f"model.compile=true: torch.compile does not work here ({words}). It needs a C++ compiler on a CPU "
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
-    return kernels
+    fused.install(model, kernels)
+    model.get_output_embeddings().formulas = heads.compiled()
+    return " (norms, gates and log-probabilities compiled)"
 
 
 def _count(parameters: int) -> str:
@@ -293,6 +304,7 @@ def _prepare(model: Any, name: str) -> None:
     model.set_attn_implementation(ATTENTION)
     install_head(model)
     fused.install(model, fused.Kernels())
+    linear.install(model)
     sources = torch.arange(11, device=model.device)
     found, _ = trained_logprobs(
         model,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,21 @@ class PackedWeights:
         with torch.no_grad():
             # Not by assignment later on, which nn.Module makes slow.
             self._forwards = [(layer.__dict__, _forward(layer)) for layer in layers] if layers and _works() else []
+        self._before: list[Any] = []
 
     def __enter__(self) -> None:
+        self._before = [attributes.get("forward") for attributes, _ in self._forwards]
         for attributes, forward in self._forwards:
             attributes["forward"] = forward
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for attributes, _ in self._forwards:
-            del attributes["forward"]
+        for (attributes, _), before in zip(self._forwards, self._before, strict=True):
+            if before is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = before
 
 
 def _reordered(weight: Tensor) -> bool:
