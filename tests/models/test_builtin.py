@@ -25,6 +25,9 @@ SUCCESS = {
     ("tiny-dense", 5): 0.53,
     ("tiny-dense", 8): 0.32,
     ("tiny-dense", 10): 0.18,
+    ("tiny-moe", 5): 0.51,
+    ("tiny-moe", 8): 0.32,
+    ("tiny-moe", 10): 0.20,
 }
 
 
