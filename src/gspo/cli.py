@@ -183,8 +183,9 @@ def lab(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Show the experiments and exit.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Few seeds and steps: minutes. The default.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="At least 3 seeds and all settings: hours.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="3 seeds or more and all settings, in hours; or few, in minutes.")
+    ] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds an arm, in the place of the protocol's.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Arms run at once; by default one a core.")] = None,
 ) -> None:
@@ -193,14 +194,11 @@ def lab(
     if listed:
         typer.echo(table.listing())
         return
-    asked = table.asked([*(words or [])], every=every)
-    if quick and full:
-        raise InputError("gspo lab: --quick and --full exclude each other")
+    folder, experiments = table.asked([*(words or [])], every=every)
 
     from gspo.lab import command
 
     scale: Literal["quick", "full"] = "full" if full else "quick"
-    folder, experiments = asked
     raise typer.Exit(command.run(experiments, scale=scale, seeds=seeds, jobs=jobs, folder=folder, say=typer.echo))
 
 

@@ -31,7 +31,6 @@ def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
         (["nothing-like-it"], "There are identities"),
         ([], "--all"),
         (["control", "--all"], "--all"),
-        (["control", "--quick", "--full"], "exclude each other"),
         (["control", "steps=3"], "only dir=FOLDER"),
         (["control", "dir=a", "dir=b"], "dir=FOLDER is given once"),
     ],
