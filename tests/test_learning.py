@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gspo
-from gspo import learner
+from gspo import credit
 
 SEEDS = (0, 1, 2)
 MARGIN = 0.25
@@ -42,8 +42,8 @@ def test_the_reward_rises_over_seeds(algorithm: str, tmp_path: Path) -> None:
 
 
 def test_the_reward_falls_when_the_advantage_is_turned_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = learner.advantages
-    monkeypatch.setattr(learner, "advantages", lambda *arguments: -right(*arguments))
+    right = credit.advantages
+    monkeypatch.setattr(credit, "advantages", lambda *arguments: -right(*arguments))
     assert max(rise(tmp_path, seed, "gspo") for seed in SEEDS) < 0
 
 
