@@ -47,7 +47,7 @@ def test_arms_are_run_once_reported_and_left_small(tmp_path: Path) -> None:
     outcome = records["GRPO"].outcome
     assert isinstance(outcome, Outcome)
     assert outcome.final == pytest.approx(sum(text["reward/mean"] for text in journal) / 2)
-    assert sorted(p.name for p in place.folder.iterdir()) == ["journal.jsonl", "run.yaml"]
+    assert sorted(p.name for p in place.folder.iterdir()) == ["journal.jsonl", "run.yaml", "wall"]
 
     page = (tmp_path / "report.html").read_text()
     assert page.count("<code>gspo train tiny") == 2, "every arm stands in the appendix"
@@ -105,11 +105,14 @@ def test_stopped_by_a_signal_it_goes_on_where_it_was(tmp_path: Path) -> None:
     done = (arm / "journal.jsonl").read_bytes().count(b"\n")
     assert 3 <= done < STEPS
     assert not list(tmp_path.glob("arms/*.json")), "an arm that was stopped is no failure"
+    before = float((arm / "wall").read_text())
 
     second = lab(tmp_path)
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 0, out
     assert f"goes on after step {done}" in out
+    (record,) = all_records(tmp_path)
+    assert record.wall > before > 0, "seconds of both processes"
     steps = [json.loads(text)["step"] for text in (arm / "journal.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
 

@@ -46,7 +46,7 @@ class Record:
     ended: str
     """UTC."""
     wall: float
-    """Seconds of the processes, start-up included."""
+    """Seconds of its processes, start-up included."""
     outcome: Outcome | None
     """None if no step was done."""
     curves: Curves | None
@@ -97,6 +97,14 @@ class Place:
             file.close()
             return None
         return file
+
+    def add_wall(self, seconds: float) -> float:
+        """Seconds of all processes of this trial, one that has just ended among them."""
+        file = self.folder / "wall"
+        total = seconds + (float(file.read_text()) if file.is_file() else 0.0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(total))
+        return total
 
     def prepare(self) -> list[str] | None:
         """Words that start the trial, or go on with it where it has a checkpoint; None if all its steps are done.

@@ -81,7 +81,7 @@ class Runner:
                 self._records[place.trial.id] = done
                 lock.close()
             elif words is None:
-                self._end(place, code=0, wall=0.0)
+                self._end(place, code=0, wall=place.add_wall(0.0))
                 lock.close()
             else:
                 self._running.append(self._spawn(place, words, lock))
@@ -108,15 +108,17 @@ class Runner:
             if code is None:
                 continue
             self._running.remove(running)
+            seconds = time.monotonic() - running.began
+            wall = running.place.add_wall(seconds)
             # A process that was stopped has saved, or had nothing to save: it is no failure.
             if self._stopped_by is None or code == 0:
-                self._end(running.place, code, time.monotonic() - running.began, running.before)
+                self._end(running.place, code, wall)
             running.lock.close()
 
-    def _end(self, place: Place, code: int, wall: float, before: int = 0) -> None:
+    def _end(self, place: Place, code: int, wall: float) -> None:
         record = place.collect(code, wall)
         self._records[record.id] = record
-        self._board.ended(record, steps=place.steps_done() - before)
+        self._board.ended(record, steps=place.steps_done())
 
     def _show(self) -> None:
         now = time.monotonic()
