@@ -29,7 +29,7 @@ Numbers are medians over seeds, with [lowest, highest]. The reward is the share 
 def page(summaries: Sequence[Summary]) -> str:
     """The whole page. The order is that of the summaries."""
     rows = [
-        f"| [{s.name}](#{s.name}) | {d.claim} | {d.source} | **{d.word}** | {d.numbers} |"
+        f"| [{s.name}](#{s.name}) | {d.claim} | {d.source} | **{d.word}** | {d.numbers}; {s.seeds_run} |"
         for s in summaries
         for d in s.findings
     ]

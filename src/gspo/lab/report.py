@@ -79,7 +79,7 @@ def _overview(summaries: Sequence[Summary]) -> str:
     for s in summaries:
         for i, d in enumerate(s.findings):
             name = f'<a href="#{s.name}">{s.name}</a>' if i == 0 else ""
-            rows.append((name, _prose(d.claim), escape(d.source), _word(d.word), escape(d.numbers)))
+            rows.append((name, _prose(d.claim), escape(d.source), _word(d.word), escape(f"{d.numbers}; {s.seeds_run}")))
     return _table(("experiment", "claim", "made in", "result", "numbers"), rows)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gspo.lab.arms import Record
 from gspo.lab.experiment import Experiment, Finding, Scale
 from gspo.lab.outcome import Outcome
-from gspo.lab.rules import OPPOSITE, SEEN, Key, Results, UndecidedError
+from gspo.lab.rules import NOT_SEEN, OPPOSITE, SEEN, Key, Results, UndecidedError
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,19 @@ class Summary:
         return f"gspo lab {self.name} --{self.scale}{seeds}"
 
     @property
+    def seeds_run(self) -> str:
+        """How many seeds an arm has, in words."""
+        counts = sorted({len(arm.seeds) for arm in self.arms if arm.seeds})
+        said = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
+        return f"{said} seed{'s' * (said != '1')}"
+
+    @property
     def line(self) -> str:
         """The one line that an experiment ends with."""
         first, *others = self.findings
         words = [d.word for d in others]
         more = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-        parts = [first.numbers]
+        parts = [first.numbers, self.seeds_run]
         parts += [f"{len(others)} more claim{'s' * (len(others) > 1)}: {more}"] if others else []
         parts += [f"{len(self.failed)} runs of arms failed"] if self.failed else []
         return f"{self.name}: {first.word} ({'; '.join(parts)})"
@@ -138,4 +145,5 @@ def sentence(decided: Decided) -> str:
 def tally(summaries: Sequence[Summary]) -> str:
     """How many claims came out how."""
     words = [d.word for s in summaries for d in s.findings]
-    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+    counts = ", ".join(f"{words.count(word)} {word}" for word in (SEEN, NOT_SEEN, OPPOSITE, UNDECIDED) if word in words)
+    return f"Of {len(words)} claims: {counts or 'none was tried'}"
