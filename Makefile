@@ -1,4 +1,5 @@
 # make demo: train SmolLM2-135M on sums with GSPO.   make test: the whole test suite.   Both set everything up first.
+# make rlhf: SFT, a reward model, then PPO, GRPO and GSPO by it, in some minutes on two cores.
 # make peers: install what the benchmarks race against.
 PYTHON ?= python3
 VENV := .venv
@@ -9,9 +10,14 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 PEERS := trl vllm llama
 
-.PHONY: demo test lint format wheel peers clean
+RLHF ?= runs/rlhf
+
+.PHONY: demo rlhf test lint format wheel peers clean
 demo: $(VENV)/ready
 	$(BIN)/gspo train demo dir=$(RUN)
+
+rlhf: $(VENV)/ready
+	$(BIN)/python -m gspo.lab.line --dir $(RLHF)
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest

@@ -12,13 +12,14 @@ import pytest
 
 import gspo
 from gspo import settings
-from gspo.config import Run, Sft
+from gspo.config import Run
+from gspo.stage_config import RewardRun, Sft
 
 PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
+    "errors", "svg", "types", "presets", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
     "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
     "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip
@@ -80,7 +81,7 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
     "words",
     [
         ["-c", "import gspo"],
-        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["lab"])),
+        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["reward"], ["lab"])),
         ["-m", "gspo.cli", "lab", "--list"],
     ],
 )
@@ -102,7 +103,7 @@ def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> No
 
 
 def test_every_key_has_a_doc_line_and_there_are_few() -> None:
-    for kind in (Run, Sft):
+    for kind in (Run, Sft, RewardRun):
         keys = list(settings.fields(kind))
         assert len(keys) <= 80
         assert not [name for name, doc in keys if not doc]

@@ -180,16 +180,20 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     of_group = [list(part) for _, part in groupby(packed, key=lambda i: judged[i][0].ordinal)]
     trees = _planted([(judged[part[0]][0], [judged[i][1] for i in part]) for part in of_group])
     reward_R = torch.tensor([_value(r) for _, r in judged], dtype=torch.float64)
-    return _laid(trees, max_tokens, judged, packed=packed, counted=counted, reward_R=reward_R)
+    return _laid(list(cut(trees, max_tokens)), judged, packed=packed, counted=counted, reward_R=reward_R)
 
 
-def answers_batch(groups: Sequence[Group], max_tokens_per_microbatch: int) -> Batch:
-    """One update on every answer of `groups`, whatever it is worth; `reward_R` is zeros. Each answer has policy tokens."""
+def answers_batch(groups: Sequence[Group], max_tokens_per_microbatch: int, together: int = 1) -> Batch:
+    """One update on every answer of `groups`, whatever it is worth; `reward_R` is zeros. Each answer has policy tokens.
+
+    `together`: so many answers of a group, in turn, are never cut apart.
+    """
     given = [(g, r) for g in groups for r in g.rollouts]
     reward_R = torch.zeros(len(given), dtype=torch.float64)
     trees = _planted([(g, list(g.rollouts)) for g in groups])
     everyone, all_count = list(range(len(given))), [True] * len(given)
-    return _laid(trees, max_tokens_per_microbatch, given, packed=everyone, counted=all_count, reward_R=reward_R)
+    parts = list(cut(trees, max_tokens_per_microbatch, together))
+    return _laid(parts, given, packed=everyone, counted=all_count, reward_R=reward_R)
 
 
 def _planted(answered: Sequence[tuple[Group, list[Rollout]]]) -> list[Tree]:
@@ -201,17 +205,15 @@ def _planted(answered: Sequence[tuple[Group, list[Rollout]]]) -> list[Tree]:
 
 
 def _laid(
-    trees: list[Tree],
-    max_tokens: int,
+    parts: list[list[Tree]],
     known: list[tuple[Group, Rollout]],
     *,
     packed: list[int],
     counted: list[bool],
     reward_R: Tensor,
 ) -> Batch:
-    """The batch of `trees`, which hold the answers `packed` of those `known`."""
-    answers = [answer for each in trees for answer in each.answers]
-    parts = list(cut(trees, max_tokens))
+    """The batch of trees in micro-batches, which hold the answers `packed` of those `known`."""
+    answers = [answer for part in parts for each in part for answer in each.answers]
     rows = [lay(part) for part in parts]
     first_T = np.cumsum([0, *(len(row.token_T) for row in rows)])
     length_S = [len(a.target_N) for a in answers]

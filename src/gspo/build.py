@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import transformers
 
 from gspo import __version__, presets, settings, store
 from gspo.ahead import read_ahead
-from gspo.config import AnyRun, Model, Run, Sft
+from gspo.config import Model, Run
 from gspo.console import Console, plan
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
@@ -30,10 +30,11 @@ from gspo.learner import Learner, cast, policy_objective
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
 from gspo.models.routing import routers_of, unknown_router
+from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 
-R = TypeVar("R", Run, Sft)
+R = TypeVar("R", Run, Sft, RewardRun)
 
 
 def build(
@@ -100,11 +101,13 @@ def require_same_data(saved: store.Saved | None, sha256: str) -> None:
         )
 
 
-def open_policy(run: AnyRun, saved: store.Saved | None, console: Console) -> tuple[Policy, int]:
+def open_policy(
+    run: AnyRun, saved: store.Saved | None, console: Console, load: Callable[[Model], Policy] = load_policy
+) -> tuple[Policy, int]:
     """The policy, with the weights of the checkpoint to go on from if there is one, and the number of threads."""
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
     threads = set_threads(run.threads if saved is None else saved.about["threads"])
-    policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
+    policy = load(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
     console.say(f"{policy.announcement}; {threads} threads")
     return policy, threads
 

@@ -1,10 +1,11 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import traceback
@@ -15,8 +16,9 @@ from typing import Annotated, Literal
 import typer
 
 from gspo import __version__, machine, settings
-from gspo.config import AnyRun, Run, Sft
+from gspo.config import Run
 from gspo.errors import InputError, RunError
+from gspo.stage_config import AnyRun, RewardRun, Sft
 
 
 def _keys_help(kind: type[AnyRun] = Run) -> str:
@@ -116,29 +118,56 @@ def sft(
     words: Words = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
 ) -> None:
-    recipe, words = _checked_words(Sft, recipe, words, resume)
+    raise typer.Exit(_stage(Sft, recipe, words, resume))
+
+
+@app.command(
+    epilog=_keys_help(RewardRun),
+    help=f"""Make a reward model from preferences: of two answers to a prompt, the chosen one gets the higher score.
+
+    gspo reward letters
+
+    gspo reward pairs.yaml model=./my-model data=pairs.jsonl dir=runs/rm
+
+    gspo reward --resume runs/rm
+
+    gspo train demo reward=reward_model:runs/rm/best
+
+Settings are written key=value and laid over the recipe, as in `gspo train`.
+Built-in recipes: {", ".join(settings.recipes(RewardRun))}.
+""",
+)
+def reward(
+    recipe: Annotated[str | None, typer.Argument(help="YAML file or built-in recipe.", show_default=False)] = None,
+    words: Words = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
+) -> None:
+    raise typer.Exit(_stage(RewardRun, recipe, words, resume))
+
+
+def _stage(kind: type[Sft] | type[RewardRun], recipe: str | None, words: list[str] | None, resume: Path | None) -> int:
+    """Run a stage to its end; the exit code."""
+    recipe, words = _checked_words(kind, recipe, words, resume)
     machine.prepare()
-    run = None if recipe is None else settings.load_as(Sft, recipe, words)
+    run = None if recipe is None else settings.load_as(kind, recipe, words)
 
     from gspo.build import resumed_run
-    from gspo.stages.sft import tune
-    from gspo.stages.sft_build import build
+    from gspo.stages.stage import tune
 
     if run is None:
         assert resume is not None
-        run = resumed_run(Sft, resume, words)
-    job = build(run, resume=resume)
+        run = resumed_run(kind, resume, words)
+    job = importlib.import_module(f"gspo.stages.{kind.command}_build").build(run, resume=resume)
     result = tune(job)
     typer.echo(f"run folder: {result.folder}")
     if result.step < job.steps_in_all:
         where = f"step {result.step} of {job.steps_in_all}"
-        typer.echo(f"stopped after {where}; go on with: gspo sft --resume {result.folder}")
+        typer.echo(f"stopped after {where}; go on with: gspo {kind.command} --resume {result.folder}")
     else:
-        for name, key, form in (("held-out loss", "loss", ".4f"), ("held-out accuracy", "reward", ".3f")):
-            before, after = result.start[key], result.last[key]
-            if before is not None and after is not None:
-                typer.echo(f"{name}: {before:{form}} -> {after:{form}}")
-    raise typer.Exit(result.exit_code)
+        for gain in result.gains.values():
+            if gain.measured:
+                typer.echo(str(gain))
+    return result.exit_code
 
 
 @app.command(

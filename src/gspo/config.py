@@ -71,7 +71,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition:LOW-HIGH (sums), sort:N (N letters)."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition:LOW-HIGH (sums), sort:N (N letters), preferences:N (N letters, with answers and preferences among them)."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -180,8 +180,8 @@ class Optimizer(Section):
     """Gradients of larger norm are scaled down to it; null is off."""
 
 
-class Eval(Section):
-    """Sampled evaluation on prompts that training does not see."""
+class HeldOut(Section):
+    """Where the rows come from that training does not see, and when they are looked at."""
 
     source: str | None = None
     """File, hub data set or task; null: the task's own held-out rows, or no evaluation if the data has none."""
@@ -191,6 +191,11 @@ class Eval(Section):
     """Steps between evaluations; also before the first step and after the last. 0 is off."""
     limit: int | None = Field(default=None, gt=0)
     """Use only the first so many rows; null: every row once."""
+
+
+class Eval(HeldOut):
+    """Sampled evaluation on prompts that training does not see."""
+
     samples: int = Field(default=1, gt=0)
     """Answers per row: k of avg@k and pass@k."""
     greedy: bool = False
@@ -262,82 +267,6 @@ class Run(Section):
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
         return self
-
-
-class Pairs(Data):
-    """Where prompts and their answers come from, and how they are shown to the model."""
-
-    answer: str = "answer"
-    """Column with the answer, as text."""
-    messages: str | None = None
-    """Column with conversations that end with the assistant's answer: in the place of the columns prompt and answer."""
-    max_answer_tokens: int = Field(default=4096, gt=0)
-    """Longest answer allowed, after the template; what happens to a longer one too_long says."""
-
-
-class SftOptimizer(Optimizer):
-    """AdamW on float32 masters."""
-
-    learning_rate: float = Field(default=2e-5, gt=0)
-    """Step size after warm-up."""
-
-
-class SftEval(Eval):
-    """Loss on answers that training does not see; with a reward, sampled answers too."""
-
-    reward: Rules | None = None
-    """How sampled answers are judged, written as `reward` is in `gspo train`; null: none are sampled."""
-
-    @model_validator(mode="after")
-    def _check(self) -> SftEval:
-        idle = [key for key in ("samples", "greedy", "pass_at") if getattr(self, key) != Eval.model_fields[key].default]
-        if idle and self.reward is None:
-            raise ValueError(f"{idle[0]} has no effect without a reward, for which answers would be sampled")
-        return self
-
-
-class Sft(Section):
-    """Everything that supervised fine-tuning depends on."""
-
-    command: ClassVar[str] = "sft"
-    recipes: ClassVar[str] = "sft"
-    dir: str | None = Field(default=None, min_length=1)
-    """Folder of the run; null: runs/<recipe name>."""
-    steps: int | None = Field(default=None, gt=0)
-    """Optimizer updates; null: as many as `epochs` needs."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Times that the data is gone through, in a new order each; null: `steps`, or once."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the order of the data, and of the sampling in evaluations."""
-    threads: int | None = Field(default=None, gt=0, le=1024)
-    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
-    batch_size: int = Field(default=16, gt=0)
-    """Answers of an update; its loss is the mean over all their tokens."""
-    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
-    """Tokens that go through the model at once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
-    model: Model = Model()
-    data: Pairs = Pairs()
-    judging: Judging = Judging()
-    sampling: Sampling = Sampling()
-    optimizer: SftOptimizer = SftOptimizer()
-    eval: SftEval = SftEval()
-    checkpoint: Checkpoint = Checkpoint()
-
-    @model_validator(mode="after")
-    def _check(self) -> Sft:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs both say how long the run is: leave one of them out")
-        idle = [
-            f"{section}.{key}"
-            for section, values in (("sampling", self.sampling), ("judging", self.judging))
-            for key in values.model_dump(exclude_defaults=True)
-        ]
-        if idle and self.eval.reward is None:
-            raise ValueError(f"{idle[0]} has no effect without eval.reward, for which answers are sampled and judged")
-        return self
-
-
-AnyRun = Run | Sft
 
 
 def _rules(value: Any) -> tuple[Any, ...]:

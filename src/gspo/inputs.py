@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo.config import AnyRun, Run
+from gspo.config import Run
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.ready import Around
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
+from gspo.stage_config import AnyRun
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
 from gspo.tasks.render import render
 from gspo.types import Prompt

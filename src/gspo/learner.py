@@ -24,7 +24,7 @@ from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
-from gspo.models.heads import trained_logprobs
+from gspo.models.heads import LOGPROBS, Reading
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
@@ -76,6 +76,8 @@ class Learner:
     """Frozen starting policy, if the row has a KL term."""
     updates: int = 0
     """Optimizer updates done."""
+    reading: Reading = LOGPROBS
+    """What the passes give for each trained token, in the place of its log-probability."""
 
     masters: dict[str, nn.Parameter] = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
@@ -231,7 +233,7 @@ class Learner:
         self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
     ) -> tuple[Tensor, Tensor]:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
-        logprob_N, entropy_N = trained_logprobs(
+        logprob_N, entropy_N = self.reading.read(
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
@@ -246,7 +248,7 @@ class Learner:
             k = int(batch.sequence_N[micro.trained][~finite_N][0])
             ordinal, index, prompt_row = batch.key_R[int(batch.rollout_S[k])]
             raise RunError(
-                f"the log-probability of a trained token is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
+                f"the {self.reading.name} is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
                 f"after {self.updates} updates. The weights have diverged, or the checkpoint holds values that are not finite; "
                 "lower optimizer.learning_rate, or look at this answer in rollouts/"
             )

@@ -19,11 +19,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo import presets
-from gspo.config import AnyRun, Run, Sft
+from gspo.config import Run
 from gspo.errors import InputError
+from gspo.stage_config import AnyRun, RewardRun, Sft
 
 Tree = dict[str, Any]
-R = TypeVar("R", Run, Sft)
+R = TypeVar("R", Run, Sft, RewardRun)
 
 _NOT_KEYS = ("function-", "constrained-", "literal[")
 """Beginnings of what pydantic puts among the keys of an error's place: the kinds of value that it tried."""

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gspo import __version__, config, settings
+from gspo import __version__, settings
 from gspo.ahead import write_ahead
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
+from gspo.stage_config import AnyRun
 from gspo.types import Group
 
 FORMAT = 1
@@ -204,7 +205,7 @@ def _moments(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, error) from error
 
 
-def write_run(folder: Path, run: config.AnyRun, about: dict[str, Any]) -> None:
+def write_run(folder: Path, run: AnyRun, about: dict[str, Any]) -> None:
     """run.yaml: every value of the configuration, and under `about` what it was run with."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(

@@ -88,15 +88,16 @@ def tree(group: Group, rollouts: Sequence[Rollout], home: int = 0) -> Tree:
     return Tree(group.prompt.token_ids, answers, (home, *starts[:-1]), group.prompt_routes)
 
 
-def cut(trees: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
+def cut(trees: Sequence[Tree], max_tokens: int, together: int = 1) -> Iterator[list[Tree]]:
     """Fill micro-batches in order up to the token budget.
 
-    A tree over the budget is split, its prompt repeated; an answer that with its prompt is over it goes alone.
+    A tree over the budget is split, its prompt repeated; an answer that with its prompt is over it goes alone. Of each
+    tree, `together` answers in turn stay in one micro-batch: 2 where answers are compared in pairs.
     """
     filled: list[Tree] = []
     used = 0
     for whole in trees:
-        for part in _split(whole, max_tokens):
+        for part in _split(whole, max_tokens, together):
             if filled and used + part.tokens > max_tokens:
                 yield filled
                 filled, used = [], 0
@@ -105,13 +106,14 @@ def cut(trees: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
     yield filled
 
 
-def _split(whole: Tree, max_tokens: int) -> Iterator[Tree]:
+def _split(whole: Tree, max_tokens: int, together: int) -> Iterator[Tree]:
     first, used = 0, len(whole.prompt)
-    for i, answer in enumerate(whole.answers):
-        if i > first and used + answer.tokens > max_tokens:
+    for i in range(0, len(whole.answers), together):
+        tokens = sum(answer.tokens for answer in whole.answers[i : i + together])
+        if i > first and used + tokens > max_tokens:
             yield _part(whole, first, i)
             first, used = i, len(whole.prompt)
-        used += answer.tokens
+        used += tokens
     yield _part(whole, first, len(whole.answers))
 
 

@@ -53,7 +53,7 @@ def test_a_saved_policy_loads_again(name: str, tmp_path: Path) -> None:
     assert torch.equal(again.model(**inputs).logits, policy.model(**inputs).logits)
     changed = next(again.model.parameters())
     changed.data[0, 0] += 1e-3
-    assert load._weights_sha256(again.model) != policy.source.sha256
+    assert load.weights_sha256(again.model) != policy.source.sha256
 
 
 def test_built_in_models_are_the_same_each_time_and_leave_the_global_generator_alone() -> None:

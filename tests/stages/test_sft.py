@@ -22,10 +22,11 @@ import norms
 from gspo import config, settings
 from gspo.batch import Batch, answers_batch
 from gspo.build import resumed_run
-from gspo.config import Sft
 from gspo.errors import InputError, OutOfMemoryError, RunError
-from gspo.stages.sft import Result, SftJob, grouped, likelihood, tune
+from gspo.stage_config import Sft
+from gspo.stages.sft import SftJob, grouped, likelihood
 from gspo.stages.sft_build import build
+from gspo.stages.stage import Result, tune
 
 ROWS = [
     {"prompt": "say one", "answer": "one"},
@@ -171,14 +172,96 @@ def test_an_answer_ends_with_the_end_token_that_the_template_wrote(tmp_path: Pat
     assert ids_of(job, 1) == "two, too<eos>", "what the template puts after it is not trained"
 
 
-def test_conversations_are_taken_apart_and_their_last_turn_is_learned(tmp_path: Path) -> None:
-    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["a", "b", "c", "d"], strict=True)]
-    name = with_template(tmp_path / "model", TURNS)
-    rows = [{"messages": talk}, {"messages": talk[:2]}]
-    model, data = {"name": name}, {"messages": "messages", "template": "auto"}
-    job = made(tmp_path / "run", rows, model=model, data=data, batch_size=2)
-    assert job.answers[0].prompt.text == "user:a<eos>\nassistant:b<eos>\nuser:c<eos>\nassistant:"
-    assert [ids_of(job, i) for i in (0, 1)] == ["d<eos>", "b<eos>"]
+TALK = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["a", "bb", "c", "d"], strict=True)]
+
+
+def talking(folder: Path, template: str = TURNS, **data: Any) -> SftJob:
+    """Two conversations, of two turns and of one."""
+    name = with_template(folder / "model", template)
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}]
+    keys = {"messages": "messages", "template": "auto", **data}
+    return made(folder / "run", rows, model={"name": name}, data=keys, batch_size=2)
+
+
+def test_every_turn_of_the_assistant_is_learned_and_nothing_else(tmp_path: Path) -> None:
+    job = talking(tmp_path)
+    assert job.answers[0].prompt.text == "user:a<eos>\nassistant:"
+    assert [ids_of(job, i) for i in (0, 1)] == ["bb<eos>d<eos>", "bb<eos>"]
+    (whole, single), decode = (job.answers[0], job.answers[1]), job.policy.tokenizer.decode
+    assert "".join(decode(turn.ids) for turn in whole.turns) == "bb<eos>\nuser:c<eos>\nassistant:d<eos>"
+    assert "".join(decode(turn.ids) for turn in single.turns) == "bb<eos>"
+    assert (
+        decode(whole.asked.token_ids) == whole.asked.text == "user:a<eos>\nassistant:bb<eos>\nuser:c<eos>\nassistant:"
+    )
+    assert whole.asked.columns["prompt"] == TALK[:3]
+    batch = batch_of(job, 1000)
+    assert decode(batch.target_N) == "bb<eos>d<eos>bb<eos>"
+    prompt = len(whole.prompt.token_ids)
+    assert len(batch.tokens_T) == prompt + sum(len(t.ids) for a in (whole, single) for t in a.turns) - 2, "one prompt"
+
+
+def conversation_by_hand(job: SftJob, trained: list[tuple[str, str]]) -> tuple[float, dict[str, Tensor]]:
+    """(what stands before, what is learned) one after the other, each through the model's own forward."""
+    model, tokenizer = job.policy.model, job.policy.tokenizer
+    model.set_attn_implementation("sdpa")
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for before, learned in trained:
+        first, second = (tokenizer(text)["input_ids"] for text in (before, learned))
+        ids = torch.tensor([*first, *second])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(first) - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[len(first) :], reduction="sum")
+        count += len(second)
+    model.zero_grad()
+    (total / count).backward()
+    return float(total.detach()) / count, {name: p.grad for name, p in model.named_parameters()}
+
+
+NO_END = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+BY_TURN = {
+    TURNS: [
+        ("user:a<eos>\nassistant:", "bb<eos>"),
+        ("user:a<eos>\nassistant:bb<eos>\nuser:c<eos>\nassistant:", "d<eos>"),
+        ("user:a<eos>\nassistant:", "bb<eos>"),
+    ],
+    # the end token is learned and, where the template goes on without it, not seen
+    NO_END: [
+        ("user:a\nassistant:", "bb\n<eos>"),
+        ("user:a\nassistant:bb\nuser:c\nassistant:", "d\n<eos>"),
+        ("user:a\nassistant:", "bb\n<eos>"),
+    ],
+}
+
+
+@pytest.mark.parametrize("budget", [30, 1000])
+@pytest.mark.parametrize("template", [TURNS, NO_END], ids=["end", "no-end"])
+def test_loss_and_gradient_of_conversations_are_those_of_each_turn_by_hand(
+    template: str, budget: int, tmp_path: Path
+) -> None:
+    job = talking(tmp_path, template)
+    loss, found = gradients(job, batch_of(job, budget))
+    expected, gradient = conversation_by_hand(job, BY_TURN[template])
+    assert loss == pytest.approx(expected, rel=1e-10)
+    for key in found:
+        torch.testing.assert_close(found[key], gradient[key], rtol=1e-8, atol=1e-12)
+
+
+def test_only_the_last_turn_is_learned_when_asked_and_it_is_said(tmp_path: Path, capsys: Any) -> None:
+    job = talking(tmp_path, turns="last")
+    assert job.answers[0].prompt.text == "user:a<eos>\nassistant:bb<eos>\nuser:c<eos>\nassistant:"
+    assert [ids_of(job, i) for i in (0, 1)] == ["d<eos>", "bb<eos>"]
+    assert "1 of 2 conversations have earlier turns of the assistant" in capsys.readouterr().out
+
+
+LAST_ONLY = "{% for m in messages %}{{ m.role }}:{% if loop.last %}!{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_is_enough(tmp_path: Path) -> None:
+    """NovaSky-AI/SkyRL, Qwen3: a template that keeps a thought in the last turn only."""
+    template = LAST_ONLY.replace("{% if loop.last %}", "{% if loop.last and m.role == 'assistant' %}")
+    with pytest.raises(InputError, match=r"row 0: the chat template writes a turn.*otherwise.*data\.turns=last"):
+        talking(tmp_path / "all", template)
+    job = talking(tmp_path / "last", template, turns="last")
+    assert [ids_of(job, i) for i in (0, 1)] == ["!d\n<eos>", "!bb\n<eos>"]
 
 
 BAD_ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
@@ -193,6 +276,7 @@ BAD_ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
     ([{"prompt": "a", "answer": "b" * 2050}], {}, ["row 0", "exceed the model's 2048 positions"]),
     ([{"m": [{"role": "user", "content": "a"}]}], {"messages": "m"}, ["row 0", "at least two messages"]),
     ([{"m": [{"role": "user", "content": "a"}] * 2}], {"messages": "m"}, ["row 0", "no assistant's turn at its end"]),
+    ([{"m": [{"role": r, "content": "a"} for r in ("user", "assistant", "assistant")]}], {"messages": "m"}, ["row 0", "follow each other"]),
     ([{"m": "a"}], {"messages": "n"}, ["no column 'n' (data.messages)"]),
 ]  # fmt: skip
 
@@ -301,13 +385,13 @@ def test_the_loss_falls_and_sampled_answers_get_better(tmp_path: Path) -> None:
     keys = dict(optimizer={"learning_rate": 1e-2}, batch_size=32, eval=evaluation)
     result = run(tmp_path / "run", steps=60, **keys)
     lines = journal(tmp_path / "run")
-    assert lines[0]["eval/start/loss"] == result.start["loss"] == pytest.approx(4.1, abs=0.3), "near ln 58"
-    assert result.start["reward"] == 0.0
-    assert result.last["loss"] is not None
-    assert result.last["loss"] < 1.3
+    assert lines[0]["eval/start/loss"] == result.gains["loss"].start == pytest.approx(4.1, abs=0.3), "near ln 58"
+    assert result.gains["reward"].start == 0.0
+    assert result.gains["loss"].last is not None
+    assert result.gains["loss"].last < 1.3
     assert lines[-1]["loss"] < 1.0
-    assert result.last["reward"] is not None
-    assert result.last["reward"] > 0.5
+    assert result.gains["reward"].last is not None
+    assert result.gains["reward"].last > 0.5
 
 
 def test_the_held_out_loss_is_the_mean_over_answer_tokens(tmp_path: Path) -> None:
@@ -344,7 +428,7 @@ def test_the_processes_of_the_reward_end_with_the_run_and_with_a_refusal(tmp_pat
     keys = {"eval": {"every": 1, "limit": 4, "reward": [f"{judge}:score", {"function": "sorted", "weight": 0.5}]}}
     tree = {"dir": str(folder), "threads": 1, **SORT, "steps": 2, "judging": {"workers": 2}, **keys}
     job = build(settings.check_as(Sft, {**tree, "model": {"name": "random-dense", "dtype": "float32"}}, "test"))
-    assert tune(job).last["reward"] is not None
+    assert tune(job).gains["reward"].last is not None
     assert all_gone(judging_of(pids)), "while the job is still held"
     pids.unlink()
     longer = resumed_run(Sft, folder, ["steps=3"])

@@ -63,11 +63,11 @@ class Policy:
     """One line for the console."""
 
 
-def load_policy(model: config.Model) -> Policy:
+def load_policy(model: config.Model, checkpoint: Checkpoint | None = None) -> Policy:
     """Load, check and prepare the model that `model` names.
 
     Tried in this order: built-in name, folder, GGUF file, hub id. Sampling values of the checkpoint's
-    generation_config are not used; its end tokens are.
+    generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name.
 
     Raises:
         InputError: nothing under that name, no such device or precision, no end token, or a model that the
@@ -75,10 +75,10 @@ def load_policy(model: config.Model) -> Policy:
     """
     device = _device(model.device)
     compute = _compute_dtype(model.dtype, device)
-    checkpoint = _find(model)
+    checkpoint = checkpoint or find(model)
     hf, tokenizer = _checked(model, checkpoint.model), _checked(model, checkpoint.tokenizer)
     commit = getattr(hf.config, "_commit_hash", None)  # of a hub id
-    source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, _weights_sha256(hf))
+    source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, weights_sha256(hf))
     hf = hf.to(device=device).eval()
     if compute == torch.float64:
         hf = hf.to(torch.float64)
@@ -106,13 +106,14 @@ def load_policy(model: config.Model) -> Policy:
 
 def load_tokenizer(model: config.Model) -> Any:
     """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
-    return _checked(model, _find(model).tokenizer)
+    return _checked(model, find(model).tokenizer)
 
 
 # ------------------------------------------------------------------------------ finding it
 
 
-def _find(model: config.Model) -> Checkpoint:
+def find(model: config.Model) -> Checkpoint:
+    """Where the model that `model` names is read from. Raises InputError for what is no model."""
     path = Path(model.name).expanduser()
     if model.revision is not None and (model.name in BUILTIN or path.exists()):
         raise InputError(f"model.revision={model.revision} has no effect with model={model.name}, which is no hub id")
@@ -137,13 +138,13 @@ def _find(model: config.Model) -> Checkpoint:
 def _pretrained(model: config.Model, name: str, origin: str) -> Checkpoint:
     keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
     return Checkpoint(
-        model=lambda: _complete(AutoModelForCausalLM.from_pretrained, name, dtype=torch.float32, **keys),
+        model=lambda: complete(AutoModelForCausalLM.from_pretrained, name, dtype=torch.float32, **keys),
         tokenizer=lambda: AutoTokenizer.from_pretrained(name, **keys),
         origin=origin,
     )
 
 
-def _complete(read: Callable[..., Any], name: str, **keys: Any) -> Any:
+def complete(read: Callable[..., Any], name: str, **keys: Any) -> Any:
     """The model, if the checkpoint has every tensor of it: transformers would make up the others at random."""
     hf, info = read(name, output_loading_info=True, **keys)
     lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -188,7 +189,8 @@ def _nearest(name: str) -> str:
     )
 
 
-def _weights_sha256(model: Any) -> str:
+def weights_sha256(model: Any) -> str:
+    """As `Source.sha256`."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(p.shape)}\n".encode())

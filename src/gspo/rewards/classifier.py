@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gspo.errors import InputError
 from gspo.rewards.call import Item
 from gspo.rewards.runner import Outcome
+from gspo.tasks.pairs import judged_ids
 from gspo.types import Status
 
 if TYPE_CHECKING:
@@ -54,16 +55,7 @@ class RewardModel:
         ]
 
     def _ids(self, item: Item) -> list[int]:
-        prompt, answer = item.columns[self.prompt], item.completions[0]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system:
-            messages = [{"role": "system", "content": self.system}, *messages]
-        if self.tokenizer.chat_template is None:
-            text = "\n\n".join(m["content"] for m in messages) + "\n\n" + answer
-            return list(self.tokenizer(text)["input_ids"])
-        text = self.tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
-        # The template writes the special tokens itself.
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return judged_ids(self.tokenizer, item.columns[self.prompt], item.completions[0], self.system)
 
     def _scores(self, batch: list[list[int]]) -> list[float]:
         import torch

@@ -213,6 +213,7 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "format": _format,
     "overlong": _overlong,
     "repetition": _repetition,
+    "matching": _compared(rules.matching, lambda answer: str(answer) != "", _NOT_EMPTY),
     "sorted": _compared(
         rules.sorted_list,
         lambda answer: rules.last_list(str(answer)) is not None,

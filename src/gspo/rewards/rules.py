@@ -10,6 +10,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from gspo.tasks.preferences import shared_places
+
 
 def exact(completion: str, *, answer: Any) -> float:
     """1 if the completion is the answer, white space around either left out."""
@@ -81,6 +83,11 @@ def last_list(text: str) -> str | None:
     """The list that the text ends with, between its last `:` and the `;` at its end, or None."""
     _, colon, found = text.strip().rpartition(":")
     return found[:-1] if colon and found.endswith(";") and ";" not in found[:-1] else None
+
+
+def matching(completion: str, *, answer: Any) -> float:
+    """Share of the places that hold the right character, of the places of the longer text: 1 for the answer itself."""
+    return shared_places(completion, str(answer))
 
 
 def overlong(completion: str, *, completion_tokens: int, limit: int, buffer: int) -> float:

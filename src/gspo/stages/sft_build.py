@@ -6,29 +6,25 @@ In: a `config.Sft`, rows from Python, the folder of a run to go on with. Out: an
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo import presets, store
-from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start
-from gspo.config import Sft
-from gspo.console import Console
+from gspo import store
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.inputs import Row, surroundings
-from gspo.journal import Lines, Metrics
-from gspo.learner import Learner
-from gspo.models.load import Policy, load_tokenizer
+from gspo.models.heads import LOGPROBS
+from gspo.models.load import Policy, load_policy, load_tokenizer
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
+from gspo.stage_config import Sft
 from gspo.stages.sft import SftJob
-from gspo.store import Store
+from gspo.stages.stage_build import NOTHING_HELD_OUT, opened, parts, prepared, read_sets, require_room
 from gspo.tasks.answers import Answered, checked_pairs, ended, render_answers
-from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
-from gspo.tasks.sampler import Sampler
+from gspo.tasks.data import overlap
+from gspo.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -49,32 +45,30 @@ class Inputs:
             self.pool.close()
 
     @property
+    def prompts(self) -> list[Prompt]:
+        return [each.prompt for each in self.answers]
+
+    @property
     def sha256(self) -> str:
         """Of what is learned, in order: a resumed run has to find the same."""
         digest = hashlib.sha256()
         for each in self.answers:
             digest.update(f"{each.prompt.row} {each.prompt.text}\n{each.answer}\n".encode())
+            for turn in each.turns[:-1]:
+                digest.update(turn.ids.tobytes())
         return digest.hexdigest()
 
 
 def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:
     """Rows, answers as ids, and the reward. Raises InputError for anything that cannot be used."""
-    check = checked_pairs(run.data)
-    held_out: Rows | None
-    data = read_rows(run.data, rows=rows, check=check)
-    if eval_rows is not None:
-        held_out = read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows, check=check)
-    else:
-        held_out = held_out_rows(run.data, run.eval, train=data, check=check)
+    data, held_out = read_sets(run, checked_pairs(run.data), rows, eval_rows)
     if held_out is None and run.eval.reward is not None:
         raise InputError("eval.reward: there are no held-out prompts to sample answers to: give eval.source=FILE")
     tokenizer = load_tokenizer(run.model)
     learned = render_answers(data, tokenizer, run.data)
     if held_out is None:
-        said = (
-            "there are no held-out answers, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE",
-        )
-        return Inputs(learned.rows, (), None, (*data.notes, *learned.notes, *(said if run.eval.every else ())))
+        said = (NOTHING_HELD_OUT,) if run.eval.every else ()
+        return Inputs(learned.rows, (), None, (*data.notes, *learned.notes, *said))
     found = [] if run.eval.reward is None else load(run.eval.reward, surroundings(run, held_out))
     test = render_answers(held_out, tokenizer, run.data)
     shared = overlap(data, held_out, run.data)
@@ -97,8 +91,7 @@ def build(
         InputError: for whatever the user can mend; before any weight is read, but for answers that hold an end token
             or exceed the model's positions.
     """
-    folder = resume or new_folder(run)
-    saved = store.read_saved(folder) if resume else None
+    folder, saved = opened(run, resume)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
     try:
         return _joined(run, inputs, folder, saved)
@@ -108,51 +101,16 @@ def build(
 
 
 def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -> SftJob:
-    require_same_data(saved, inputs.sha256)
-    steps = run.steps or math.ceil((run.epochs or 1) * len(inputs.answers) / run.batch_size)
-    run = run.model_copy(update={"steps": steps, "epochs": None})
-    console = Console(steps)
-    console.say(_plan(run, inputs))
-    for note in inputs.notes:
-        console.say(f"note: {note}")
-    policy, threads = open_policy(run, saved, console)
-    inputs = _with_ends(inputs, policy)
-    learner = _learner(run, steps, policy)
-    engine = LocalEngine(policy, run.sampling, run.seed) if inputs.reward is not None else None
-    progress = (
-        start(run, folder, about(run, policy, threads, inputs.sha256))
-        if saved is None
-        else go_on(run, learner, saved, console)
-    )
-    checkpoints = Store(folder, run.checkpoint.keep)
-    checkpoints.settle(progress)
-    lines = Lines(folder, after=progress.step)
+    ready = prepared(run, inputs, saved, what="answers", load=load_policy)
+    whole = _with_ends(inputs, ready.policy)
+    common = parts(ready, inputs, folder, saved, LOGPROBS)
     return SftJob(
-        run=run,
-        steps_in_all=steps,
-        folder=folder,
-        answers={each.prompt.row: each for each in inputs.answers},
-        held_out=inputs.held_out,
+        **vars(common),
+        answers={each.prompt.row: each for each in whole.answers},
+        held_out=whole.held_out,
         reward=inputs.reward,
         pool=inputs.pool,
-        policy=policy,
-        sampler=Sampler([each.prompt for each in inputs.answers], run.seed, progress.position),
-        engine=engine,
-        learner=learner,
-        lines=lines,
-        store=checkpoints,
-        console=console,
-        progress=progress,
-        best_loss=_lowest(lines.read()),
-    )
-
-
-def _plan(run: Sft, inputs: Inputs) -> str:
-    assert run.steps is not None
-    epochs = run.steps * run.batch_size / len(inputs.answers)
-    return (
-        f"{len(inputs.answers)} answers to learn, {len(inputs.held_out)} held out; {run.batch_size} answers an update; {run.steps} updates, "
-        f"{epochs:.2f} times through the data; micro-batches of up to {run.max_tokens_per_microbatch} tokens"
+        engine=LocalEngine(ready.policy, run.sampling, run.seed) if inputs.reward is not None else None,
     )
 
 
@@ -161,28 +119,5 @@ def _with_ends(inputs: Inputs, policy: Policy) -> Inputs:
     tokenizer = policy.tokenizer
     end = policy.stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     learned, test = (ended(part, policy.stop_ids, end, tokenizer) for part in (inputs.answers, inputs.held_out))
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    for each in (*learned, *test):
-        tokens = len(each.prompt.token_ids) + len(each.answer_ids)
-        if positions is not None and tokens > positions:
-            raise InputError(
-                f"row {each.prompt.row}: {tokens} tokens of prompt and answer exceed the model's {positions} positions: shorten them, "
-                "or set data.max_prompt_tokens, data.max_answer_tokens and data.too_long=drop"
-            )
+    require_room(policy, [(each.prompt.row, each.tokens) for each in (*learned, *test)])
     return replace(inputs, answers=learned, held_out=test)
-
-
-def _learner(run: Sft, steps: int, policy: Policy) -> Learner:
-    return Learner(
-        model=policy.model,
-        row=presets.PRESETS["gspo"],  # which `annotate` alone reads, and nothing is annotated here
-        settings=run.optimizer,
-        temperature=1.0,
-        max_new_tokens=1,
-        total_updates=steps,
-        compute_dtype=policy.compute_dtype,
-    )
-
-
-def _lowest(lines: Sequence[Metrics]) -> float | None:
-    return min((line["eval/loss"] for line in lines if line.get("eval/loss") is not None), default=None)

@@ -1,4 +1,4 @@
-"""The tasks that come with a name: `addition:1-9`, `sort:8`.
+"""The tasks that come with a name: `addition:1-9`, `sort:8`, `preferences:5`.
 
 In: the words of `data.source` or `eval.source`. Out: the task, if they name one. `tasks/data.py` calls `find`.
 """
@@ -9,10 +9,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from gspo.errors import InputError
-from gspo.tasks import addition, sort
+from gspo.tasks import addition, preferences, sort
 from gspo.tasks.task import Task
 
-TASKS: dict[str, Callable[[str], Task]] = {"addition": addition.parse, "sort": sort.parse}
+TASKS: dict[str, Callable[[str], Task]] = {
+    "addition": addition.parse,
+    "sort": sort.parse,
+    "preferences": preferences.parse,
+}
 """Name -> what reads the words after the colon."""
 
 

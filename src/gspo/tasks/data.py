@@ -1,6 +1,6 @@
 """Where prompts come from: a file, a hub data set, a built-in task, or rows given from Python.
 
-In: `config.Data` and `config.Eval`. Out: checked `Rows`, with every column kept. `render.py` shows them to the
+In: `config.Data` and `config.HeldOut`. Out: checked `Rows`, with every column kept. `render.py` shows them to the
 model, `rewards/` reads their columns; everything here is checked before a model is loaded.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gspo.config import Data, Eval
+from gspo.config import Data, HeldOut
 from gspo.errors import InputError
 from gspo.tasks import builtin
 from gspo.tasks.task import Side, Task
@@ -77,7 +77,7 @@ def read_rows(data: Data, *, rows: Iterable[Mapping[str, Any]] | None = None, ch
 
 
 def held_out_rows(
-    data: Data, evaluation: Eval, *, train: Rows | None = None, check: Check | None = None
+    data: Data, evaluation: HeldOut, *, train: Rows | None = None, check: Check | None = None
 ) -> Rows | None:
     """The rows to evaluate on: those of `eval.source`, else the held-out rows of the task, else None.
 

@@ -20,6 +20,9 @@ from gspo.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message = dict[str, Any]
+"""{"role": ..., "content": ...}"""
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -74,29 +77,35 @@ def uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     return False
 
 
-def templated(rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data, answer: str | None = None) -> str:
-    """A row's prompt as the template writes it, up to where the assistant begins; or to the end of its `answer`.
+def templated(
+    rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data, turns: Sequence[Message] = ()
+) -> str:
+    """A row's prompt as the template writes it, and the `turns` that follow it; up to where the assistant begins, unless
+    the last turn is its own.
 
     Raises InputError for messages that the template refuses.
     """
     from jinja2.exceptions import TemplateError
 
-    prompt = rows.rows[index][data.prompt]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     where = f"{rows.name}: {rows.place(index)}"
+    messages = as_messages(rows.rows[index][data.prompt])
     if data.system is not None:
         if messages[0]["role"] == "system":
             raise InputError(f"{where}: has a system message already, and data.system would be a second; leave one out")
         messages = [{"role": "system", "content": data.system}, *messages]
     # Parquet gives every message the keys of all messages; templates ask whether a key is there, not whether it is null.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if answer is not None:
-        messages = [*messages, {"role": "assistant", "content": answer}]
+    messages = [{k: v for k, v in message.items() if v is not None} for message in (*messages, *turns)]
+    answered = bool(turns) and turns[-1]["role"] == "assistant"
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answered))
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(f"{where}: the chat template refuses its messages ({roles}): {error}") from error
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """The messages of a prompt; text is what the user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def too_long(rows: Rows, lengths: Sequence[int], data: Data, *, what: str, key: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Curves as SVG text, so that a report is one file that opens anywhere.
 
-In: series of numbers. Out: an `<svg>` element. `report` calls it. The few marks that the lab needs are drawn here;
+In: series of numbers. Out: an `<svg>` element. The lab's reports and the stages call it. The few marks that they need are drawn here;
 with a plotting library each chart would bring fonts and paths of a hundred kilobytes, and the report a dependency.
 """
 
@@ -59,6 +59,24 @@ def chart(title: str, x_label: str, series: Sequence[Series], *, log: bool = Fal
         f'<text x="{_LEFT}" y="14" class="title">{escape(title)}</text>'
         f"{_grid(x_axis, y_axis, x_label)}{''.join(lines)}</svg>"
     )
+
+
+def standalone(drawn: str, names: Sequence[str] = ()) -> str:
+    """A chart as a file of its own, with its `names` in the colours of their lines."""
+    keys = "".join(
+        f'<g transform="translate({_LEFT + 8},{_TOP + 8 + 14 * i})"><line x1="0" x2="22" y1="0" y2="0" {_style(i)}/>'
+        f'<text x="28" y="3.5">{escape(name)}</text></g>'
+        for i, name in enumerate(names)
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{1.5 * _WIDTH:g}" height="{1.5 * _HEIGHT:g}" '
+    style = (
+        "<style>text{font:11px system-ui,sans-serif;fill:#445}.title{font-size:12.5px;font-weight:600;fill:#112}"
+        ".grid{stroke:#e8ecef}</style>"
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>'
+    )
+    inside = drawn.removeprefix("<svg ").removesuffix("</svg>")
+    frame, _, marks = inside.partition(">")
+    return f"{head}{frame}>{style}{marks}{keys}</svg>\n"
 
 
 def legend(names: Sequence[str]) -> str:

@@ -1,0 +1,212 @@
+"""PPO, GRPO and GSPO side by side, at equal rollouts and at equal time: markdown and curves.
+
+In: the finished runs of a `Line`. Out: `report.md` and SVG files in its folder, and the last lines of `make rlhf`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gspo.journal import Metrics, read
+from gspo.lab.line import FEW, FEW_BY, TRUE, Line
+from gspo.svg import Series, chart, standalone
+
+LEARNED = "reward/reward_model/mean"
+RULE = f"reward/{TRUE}/mean"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the third stage."""
+
+    name: str
+    seed: int
+    lines: tuple[Metrics, ...]
+    peak_bytes: int
+    agreement: tuple[float | None, float | None]
+    """Of two answers to a prompt on which the rule differs: how often the learned reward orders them as it does; at the
+    first and at the last step."""
+
+    @property
+    def held_out(self) -> list[tuple[int, float, float]]:
+        """(rollouts so far, seconds so far, true reward on held-out prompts) of every evaluation."""
+        found = [(0, 0.0, float(self.lines[0]["eval/start/reward"]))]
+        rollouts, seconds = 0, 0.0
+        for line in self.lines:
+            rollouts += line["rollouts/total"]
+            seconds += line["time/step"] - line.get("time/eval", 0.0)
+            if "eval/reward" in line:
+                found.append((rollouts, seconds, float(line["eval/reward"])))
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps, without evaluations."""
+        return self.held_out[-1][1]
+
+    def within(self, seconds: float) -> float:
+        """True reward at the last evaluation in that time."""
+        return [value for _, at, value in self.held_out if at <= seconds + 1e-9][-1]
+
+
+def write(line: Line, algorithms: Sequence[str], refused: Mapping[str, str]) -> list[str]:
+    """Write the report; the last lines of the command."""
+    arms = {name: [_arm(line, name, seed) for seed in line.seeds] for name in algorithms}
+    few = _arm(line, FEW_BY, line.seeds[0], prefix="few-") if FEW_BY in algorithms else None
+    _draw(line.folder, arms, few)
+    (line.folder / "report.md").write_text(_report(line, arms, few, refused))
+    return [f"{name}: true reward {_mean(of, 0):.3f} -> {_mean(of, -1):.3f}" for name, of in arms.items()]
+
+
+def _mean(arms: Sequence[Arm], place: int) -> float:
+    return fmean(arm.held_out[place][2] for arm in arms)
+
+
+def _arm(line: Line, name: str, seed: int, prefix: str = "") -> Arm:
+    run = f"{prefix}{name}-{seed}"
+    lines = tuple(read(line.folder / run / "journal.jsonl"))
+    files = sorted((line.folder / run / "rollouts").glob("*.jsonl.gz"))
+    ends = (_agreement(files[0]), _agreement(files[-1]))
+    return Arm(f"{prefix}{name}", seed, lines, line.cost(run).peak_bytes, ends)
+
+
+def _agreement(path: Path) -> float | None:
+    with gzip.open(path, "rt") as file:
+        rows = [json.loads(row) for row in file]
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        parts = row["reward_parts"]
+        if parts.get(TRUE) is not None and parts.get("reward_model") is not None:
+            groups.setdefault(row["ordinal"], []).append((parts[TRUE], parts["reward_model"]))
+    pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2) if a[0] != b[0]]
+    return fmean(float((a[0] > b[0]) == (a[1] > b[1])) for a, b in pairs) if pairs else None
+
+
+# ------------------------------------------------------------------------------ curves
+
+
+def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Arm | None) -> None:
+    by_rollouts = [_held_out(name, of, lambda point: point[0]) for name, of in arms.items()]
+    by_time = [_held_out(name, of, lambda point: point[1]) for name, of in arms.items()]
+    _chart(folder / "rollouts.svg", "true reward, held out", "rollouts", by_rollouts, unit=True)
+    _chart(folder / "time.svg", "true reward, held out", "seconds of training", by_time, unit=True)
+    learned = [_by_step(name, of, LEARNED) for name, of in arms.items()]
+    _chart(folder / "learned.svg", "learned reward, training prompts", "step", learned)
+    true = [_by_step(name, of, RULE) for name, of in arms.items()]
+    if few is not None:
+        true.append(_by_step(f"{FEW_BY}, reward model of {FEW} pairs", [few], RULE))
+    _chart(folder / "true.svg", "true reward, training prompts", "step", true, unit=True)
+    paths = [_path(name, of[0]) for name, of in arms.items()]
+    _chart(folder / "over.svg", "true reward against the learned one, step by step", "learned reward", paths)
+    if few is not None:
+        _chart(
+            folder / "over-few.svg", f"the same, reward model of {FEW} pairs", "learned reward", [_path(FEW_BY, few)]
+        )
+
+
+def _chart(path: Path, title: str, x: str, series: Sequence[Series], *, unit: bool = False) -> None:
+    path.write_text(standalone(chart(title, x, series, unit=unit), [each.name for each in series]))
+
+
+def _series(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Series:
+    return Series(name, x, [fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
+
+
+def _held_out(name: str, arms: Sequence[Arm], x: Callable[[tuple[int, float, float]], float]) -> Series:
+    points = list(zip(*(arm.held_out for arm in arms), strict=True))
+    return _series(name, [fmean(x(p) for p in at) for at in points], [[p[2] for p in at] for at in points])
+
+
+def _by_step(name: str, arms: Sequence[Arm], key: str) -> Series:
+    lines = list(zip(*(arm.lines for arm in arms), strict=True))
+    return _series(name, [at[0]["step"] for at in lines], [[line[key] for line in at] for at in lines])
+
+
+def _path(name: str, arm: Arm, window: int = 5) -> Series:
+    """Means of `window` steps, one after the other."""
+    cut = [arm.lines[i : i + window] for i in range(0, len(arm.lines), window)]
+    x = [fmean(line[LEARNED] for line in part) for part in cut]
+    y = [fmean(line[RULE] for line in part) for part in cut]
+    return Series(name, x, y, y, y)
+
+
+# ------------------------------------------------------------------------------ words
+
+
+def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refused: Mapping[str, str]) -> str:
+    shortest = min((arm.seconds for of in arms.values() for arm in of), default=0.0)
+    head = ["algorithm", "true reward before", "at equal rollouts", f"at equal time ({shortest:.0f} s)", "highest",
+            "learned reward", "agreement with the rule", "seconds", "peak memory"]  # fmt: skip
+    rows = [[name, *_numbers(of, shortest)] for name, of in arms.items()]
+    if few is not None:
+        rows.append([f"{FEW_BY}, reward model of {FEW} pairs", *_numbers([few], shortest)])
+    judged = {name: read(line.folder / name / "journal.jsonl")[-1] for name in ("reward", "few")}
+    return (
+        "\n\n".join(
+            [
+                "# SFT, a reward model, then reinforcement",
+                f"True reward: the rule `{TRUE}` that made the preferences, on held-out prompts, a sampled answer each. The policies see the learned reward "
+                f"alone. Means over {len(line.seeds)} seeds, in brackets the lowest and highest. Agreement: of two answers of a group on which the rule "
+                "differs, the share that the learned reward orders as it does, at the first step and at the last. Peak memory: of the whole process, "
+                "reward model included.",
+                *(f"The reward model `{name}` orders {_accuracy(last)}." for name, last in judged.items()),
+                _table(head, rows),
+                *(f"`{name}` was not run: {reason}" for name, reason in refused.items()),
+                *(f"![{name}]({name}.svg)" for name in _pictures(few)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _pictures(few: Arm | None) -> list[str]:
+    return ["rollouts", "time", "learned", "true", "over", *(["over-few"] if few is not None else [])]
+
+
+def _accuracy(last: Metrics) -> str:
+    m: Mapping[str, Any] = last
+    return (
+        f"{m['eval/accuracy']:.3f} ({m['eval/accuracy_low']:.3f} to {m['eval/accuracy_high']:.3f}) of {m['eval/pairs']} held-out pairs as the rule "
+        f"does; calibration error {m['eval/calibration_error']:.3f}"
+    )
+
+
+def _numbers(arms: Sequence[Arm], shortest: float) -> list[str]:
+    first, last = arms[0].agreement if len(arms) == 1 else _agreements(arms)
+    return [
+        _spread([arm.held_out[0][2] for arm in arms]),
+        _spread([arm.held_out[-1][2] for arm in arms]),
+        _spread([arm.within(shortest) for arm in arms]),
+        _spread([max(value for _, _, value in arm.held_out) for arm in arms]),
+        f"{fmean(arm.lines[0][LEARNED] for arm in arms):.2f} -> {fmean(arm.lines[-1][LEARNED] for arm in arms):.2f}",
+        f"{_share(first)} -> {_share(last)}",
+        f"{fmean(arm.seconds for arm in arms):.0f}",
+        f"{max(arm.peak_bytes for arm in arms) / 1e6:.0f} MB",
+    ]
+
+
+def _agreements(arms: Sequence[Arm]) -> tuple[float | None, float | None]:
+    ends = [[arm.agreement[k] for arm in arms if arm.agreement[k] is not None] for k in (0, 1)]
+    first, last = (fmean(v for v in values if v is not None) if values else None for values in ends)
+    return first, last
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3f}-{max(values):.3f})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)

@@ -1,0 +1,149 @@
+"""A name in, a model that gives one number a text: a sequence classifier of transformers with packed attention.
+
+In: the `model` section of the configuration, which names a language model, or a classifier to go on from. Out: a
+`Policy` whose model is the classifier. The stage `reward_model` calls `load_scorer`; its learner reads `SCORES`.
+
+Letters: T tokens of the packed row, N chosen positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from gspo import config
+from gspo.errors import InputError
+from gspo.models.attention import Layout
+from gspo.models.builtin import BUILTIN
+from gspo.models.heads import Reading
+from gspo.models.load import Policy, complete, find, load_policy, weights_sha256
+
+
+class ScoreHead(nn.Linear):
+    """One number a token, in float32 or better: what stands in the place of a sequence classifier's `score`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return nn.functional.linear(hidden.to(wide), self.weight.to(wide))
+
+
+def trained_scores(
+    model: Any,
+    *,
+    tokens_T: Tensor,
+    position_T: Tensor,
+    layout: Layout,
+    source_N: Tensor,
+    target_N: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Score [N] that a sequence classifier gives at the positions `source_N`, and zeros [N]: it has no entropy.
+
+    Called as `trained_logprobs`; a score depends on no target and on no temperature.
+    """
+    del target_N, temperature
+    seen: list[Tensor] = []
+    # From inside the model's own forward, which then takes the score of one token alone.
+    handle = model.score.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        model(
+            input_ids=tokens_T[None], position_ids=position_T[None], attention_mask=None, use_cache=False, layout=layout
+        )
+    finally:
+        handle.remove()
+    score_N = seen[0][0, :, 0].index_select(0, source_N)
+    return score_N, torch.zeros_like(score_N)
+
+
+SCORES = Reading("score of an answer", trained_scores)
+
+
+def load_scorer(model: config.Model) -> Policy:
+    """The model that `model` names as a classifier with one output.
+
+    The layers of a language model get a score of zero for every text: its first loss is log 2, and nothing of the
+    start is random. A classifier keeps its own.
+
+    Raises:
+        InputError: as `load_policy`; a classifier of several classes; a family without a classifier in transformers.
+    """
+    trained = _classifier(model)
+    checkpoint = find(model)
+    if trained is not None:
+        checkpoint = replace(checkpoint, model=lambda: _as_language_model(trained))
+    # As a language model first: what is checked and put into its layers there holds for the classifier too.
+    policy = load_policy(model, checkpoint)
+    weight = None if trained is None else trained.score.weight.detach()
+    scorer = _with_score(policy.model, weight, model.name)
+    before, sha256 = policy.source.sha256, weights_sha256(scorer)
+    words = policy.announcement.removeprefix("policy").replace(before[:12], sha256[:12])
+    return replace(
+        policy, model=scorer, source=replace(policy.source, sha256=sha256), announcement=f"reward model{words}"
+    )
+
+
+def _classifier(model: config.Model) -> Any | None:
+    """The model, if it is a classifier already. Raises InputError for one that gives more than one number."""
+    if model.name in BUILTIN or Path(model.name).suffix == ".gguf":
+        return None
+    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
+    try:
+        found = AutoConfig.from_pretrained(model.name, **keys)
+    except (OSError, ValueError):  # `load_policy` says what there is not
+        return None
+    if not any(kind.endswith("ForSequenceClassification") for kind in found.architectures or []):
+        return None
+    if found.num_labels != 1:
+        raise InputError(
+            f"model={model.name}: a classifier of {found.num_labels} classes; a reward model gives one number (num_labels=1)"
+        )
+    return complete(AutoModelForSequenceClassification.from_pretrained, model.name, dtype=torch.float32, **keys)
+
+
+def _as_language_model(classifier: Any) -> Any:
+    """A language model around the layers of `classifier`, its output layer being the embeddings."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(classifier.config)  # type: ignore[no-untyped-call]
+    setattr(model, model.base_model_prefix, classifier.base_model)
+    head = model.get_output_embeddings()
+    head.weight = classifier.get_input_embeddings().weight
+    if head.bias is not None:
+        head.bias = nn.Parameter(torch.zeros(len(head.weight)))
+    return model
+
+
+def _with_score(language: Any, weight: Tensor | None, name: str) -> Any:
+    """A classifier around the layers of `language`; `weight` [1, D] of its score, zeros if there is none yet."""
+    settings = copy.deepcopy(language.config)
+    settings.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(settings)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise InputError(
+            f"model={name}: transformers has no sequence classifier of the family {type(language).__name__}: use another model"
+        ) from error
+    score = getattr(model, "score", None)
+    if (
+        type(score) is not nn.Linear
+        or score.bias is not None
+        or type(model.base_model) is not type(language.base_model)
+    ):
+        raise InputError(
+            f"model={name}: {type(model).__name__} is not the layers of {type(language).__name__} with a linear score on them: use another model"
+        )
+    setattr(model, model.base_model_prefix, language.base_model)
+    head = ScoreHead(score.in_features)
+    model.score = head.to(language.device, next(language.base_model.parameters()).dtype)
+    with torch.no_grad():
+        model.score.weight.zero_() if weight is None else model.score.weight.copy_(weight)
+    return model.eval()

@@ -1,0 +1,153 @@
+"""What the stages have in common before their first step: rows read, a folder, a model, what a checkpoint holds.
+
+In: a stage's configuration, its checked inputs, the folder of a run to go on with. Out: `Prepared`, then
+`Parts`. `sft_build` and `reward_build` call it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gspo import presets, store
+from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start
+from gspo.config import Model
+from gspo.console import Console
+from gspo.errors import InputError
+from gspo.inputs import Row
+from gspo.journal import Lines, Metrics
+from gspo.learner import Learner
+from gspo.models.heads import Reading
+from gspo.models.load import Policy
+from gspo.stage_config import AnyStage
+from gspo.stages.stage import Parts
+from gspo.store import Store
+from gspo.tasks.data import Check, Rows, held_out_rows, read_rows
+from gspo.tasks.sampler import Sampler
+from gspo.types import Prompt
+
+
+class StageInputs(Protocol):
+    """What a stage learns and measures on, checked before its model is loaded."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Of the rows to learn."""
+        ...
+
+    @property
+    def held_out(self) -> Sequence[object]: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    @property
+    def sha256(self) -> str:
+        """Of what is learned, in order: a resumed run has to find the same."""
+        ...
+
+
+def read_sets(
+    run: AnyStage, check: Check, rows: Sequence[Row] | None, eval_rows: Sequence[Row] | None
+) -> tuple[Rows, Rows | None]:
+    """Rows to learn, and those held out, if there are any."""
+    data = read_rows(run.data, rows=rows, check=check)
+    if eval_rows is None:
+        return data, held_out_rows(run.data, run.eval, train=data, check=check)
+    return data, read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows, check=check)
+
+
+NOTHING_HELD_OUT = (
+    "there are no held-out rows, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
+)
+
+
+def opened(run: AnyStage, resume: Path | None) -> tuple[Path, store.Saved | None]:
+    """The folder of the run, and what it goes on from."""
+    return resume or new_folder(run), store.read_saved(resume) if resume else None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose model is loaded, and of which nothing is written yet."""
+
+    run: AnyStage
+    """With its number of steps."""
+    policy: Policy
+    threads: int
+    console: Console
+
+
+def prepared(
+    run: AnyStage, inputs: StageInputs, saved: store.Saved | None, *, what: str, load: Callable[[Model], Policy]
+) -> Prepared:
+    """Say the plan and load the model. `what`: the rows in a word."""
+    require_same_data(saved, inputs.sha256)
+    count = len(inputs.prompts)
+    steps = run.steps or math.ceil((run.epochs or 1) * count / run.batch_size)
+    run = run.model_copy(update={"steps": steps, "epochs": None})
+    console = Console(steps)
+    console.say(
+        f"{count} {what} to learn, {len(inputs.held_out)} held out; {run.batch_size} {what} an update; {steps} updates, "
+        f"{steps * run.batch_size / count:.2f} times through the data; micro-batches of up to {run.max_tokens_per_microbatch} tokens"
+    )
+    for note in inputs.notes:
+        console.say(f"note: {note}")
+    policy, threads = open_policy(run, saved, console, load)
+    return Prepared(run, policy, threads, console)
+
+
+def parts(ready: Prepared, inputs: StageInputs, folder: Path, saved: store.Saved | None, reading: Reading) -> Parts:
+    """The folder of a new run, or the place where the checkpoint left it."""
+    run, policy, console = ready.run, ready.policy, ready.console
+    assert run.steps is not None
+    learner = Learner(
+        model=policy.model,
+        row=presets.PRESETS["gspo"],  # which `annotate` alone reads, and nothing is annotated here
+        settings=run.optimizer,
+        temperature=1.0,
+        max_new_tokens=1,
+        total_updates=run.steps,
+        compute_dtype=policy.compute_dtype,
+        reading=reading,
+    )
+    progress = (
+        start(run, folder, about(run, policy, ready.threads, inputs.sha256))
+        if saved is None
+        else go_on(run, learner, saved, console)
+    )
+    checkpoints = Store(folder, run.checkpoint.keep)
+    checkpoints.settle(progress)
+    lines = Lines(folder, after=progress.step)
+    return Parts(
+        run=run,
+        steps_in_all=run.steps,
+        folder=folder,
+        rows=len(inputs.prompts),
+        policy=policy,
+        sampler=Sampler(inputs.prompts, run.seed, progress.position),
+        learner=learner,
+        lines=lines,
+        store=checkpoints,
+        console=console,
+        progress=progress,
+        best_loss=_lowest(lines.read()),
+    )
+
+
+def require_room(policy: Policy, tokens: Sequence[tuple[int, int]]) -> None:
+    """Raise InputError if a row, of (row, tokens), exceeds the model's positions."""
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    for row, count in tokens:
+        if positions is not None and count > positions:
+            raise InputError(
+                f"row {row}: {count} tokens of prompt and answer exceed the model's {positions} positions: shorten them, "
+                "or set data.max_prompt_tokens, data.max_answer_tokens and data.too_long=drop"
+            )
+
+
+def _lowest(lines: Sequence[Metrics]) -> float | None:
+    return min((line["eval/loss"] for line in lines if line.get("eval/loss") is not None), default=None)

@@ -1,0 +1,86 @@
+"""The line of `make rlhf`: three stages as processes, a report, and a line an algorithm."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo.config import Run
+from gspo.lab import line
+from gspo.lab.line_report import Arm, write
+
+SMALL = (
+    *("sft:steps=2", "sft:batch_size=4", "sft:data.limit=8", "sft:eval.limit=4", "sft:eval.every=1"),
+    *("reward:steps=2", "reward:batch_size=4", "reward:eval.limit=8", "reward:eval.every=1"),
+    *("train:steps=2", "train:prompts_per_step=4", "train:group_size=4", "train:eval.every=1", "train:eval.limit=4"),
+)
+
+
+def test_every_stage_runs_once_and_the_report_sets_them_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(line, "ALGORITHMS", ("grpo",))
+    monkeypatch.setattr(sys, "argv", ["line", "--dir", str(tmp_path), "--seeds", "1", *SMALL])
+    assert line.main() == 0
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"grpo: true reward \d\.\d{3} -> \d\.\d{3}", out.splitlines()[-1])
+    journal = [json.loads(row) for row in (tmp_path / "grpo-0" / "journal.jsonl").read_text().splitlines()]
+    assert out.splitlines()[-1].endswith(f"{journal[0]['eval/start/reward']:.3f} -> {journal[-1]['eval/reward']:.3f}")
+    assert all(row["reward/mean"] == pytest.approx(row["reward/reward_model/mean"]) for row in journal), "weight 0"
+    report = (tmp_path / "report.md").read_text()
+    pictures = re.findall(r"!\[[\w-]+\]\(([\w.-]+)\)", report)
+    assert len(pictures) == 6
+    assert all((tmp_path / name).read_text().startswith("<svg ") for name in pictures)
+    started = (tmp_path / "sft" / "run.yaml").stat().st_mtime_ns
+    assert line.main() == 0
+    assert (tmp_path / "sft" / "run.yaml").stat().st_mtime_ns == started, "what is finished is not run twice"
+    assert write(line.Line(tmp_path, (0,), SMALL), ["grpo"], {}) == [out.splitlines()[-1]]
+
+
+def test_an_algorithm_that_is_not_trained_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "ALGORITHMS", ("gspo", "nonsense"))
+    known, refused = line.Line(Path("."), (0,)).trained()
+    assert known == ("gspo",)
+    assert "nonsense" in refused["nonsense"]
+
+
+def test_a_stage_that_fails_ends_the_line_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["line", "--dir", str(tmp_path), "sft:batch_sise=1"])
+    assert line.main() == 1
+    assert "did you mean 'batch_size'" in capsys.readouterr().err
+
+
+def test_words_are_of_a_stage() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo.lab.line", "steps=2"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "STAGE:KEY=VALUE" in done.stderr
+
+
+def test_equal_time_is_the_last_evaluation_within_it() -> None:
+    step = {"rollouts/total": 10, "time/eval": 5.0}
+    lines = (
+        {**step, "eval/start/reward": 0.1, "time/step": 6.0},
+        {**step, "time/step": 7.0, "eval/reward": 0.3},
+        {**step, "time/step": 8.0, "eval/reward": 0.2},
+    )
+    arm = Arm("a", 0, lines, 0, (None, None))
+    assert arm.held_out == [(0, 0.0, 0.1), (20, 3.0, 0.3), (30, 6.0, 0.2)]
+    assert [arm.within(seconds) for seconds in (2.9, 3.0, 5.0, 6.0)] == [0.1, 0.3, 0.3, 0.2]
+    assert arm.seconds == 6.0
+
+
+def test_the_recipes_of_the_line_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gspo import settings
+    from gspo.stage_config import RewardRun, Sft
+
+    kinds = zip(line.STAGES, (Sft, RewardRun, Run), strict=True)
+    assert [type(settings.load_as(kind, line.recipe(stage))) for stage, kind in kinds] == [Sft, RewardRun, Run]
