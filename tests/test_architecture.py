@@ -19,9 +19,9 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "svg", "types", "presets", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
+    "errors", "types", "presets", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
     "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
-    "job", "build", "loop", "stages", "lab", "cli",
+    "job", "build", "loop", "view", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets")

@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo.journal import Metrics, read
 from gspo.lab.line import FEW, FEW_BY, TRUE, Line
-from gspo.svg import Series, chart, standalone
+from gspo.view.svg import Series, chart, standalone
 
 LEARNED = "reward/reward_model/mean"
 RULE = f"reward/{TRUE}/mean"

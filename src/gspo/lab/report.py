@@ -15,7 +15,7 @@ from gspo.lab.experiment import Experiment
 from gspo.lab.outcome import MEASURES, Curves, Measure, trailing
 from gspo.lab.rules import OPPOSITE, SEEN, Key, Results, UndecidedError, best, spread
 from gspo.lab.summary import ArmNumbers, Summary, tally
-from gspo.svg import Series, chart, legend
+from gspo.view.svg import Series, chart, legend
 
 _SMOOTH = 5
 """Steps that a drawn reward is the mean of."""

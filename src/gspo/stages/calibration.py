@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo.evaluate import Interval, normal_interval, wilson_interval
-from gspo.svg import Series, chart, standalone
+from gspo.view.svg import Series, chart, standalone
 
 BINS = 10
 """Equal parts of the certainties from 1/2 to 1."""
