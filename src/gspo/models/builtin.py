@@ -39,6 +39,8 @@ class Checkpoint:
     """Causal language model in float32."""
     tokenizer: Callable[[], Any]
     origin: str
+    read_as: Callable[..., Any] | None = None
+    """A class of transformers, such as AutoConfig, in, and what it reads there out; None where there is no folder to read."""
 
 
 def gguf(file: Path) -> Checkpoint:

@@ -140,6 +140,7 @@ def _pretrained(model: config.Model, name: str, origin: str, revision: str = "ma
         model=lambda: complete(AutoModelForCausalLM.from_pretrained, name, dtype=torch.float32, **keys),
         tokenizer=lambda: AutoTokenizer.from_pretrained(name, **keys),
         origin=origin,
+        read_as=lambda kind, **more: kind.from_pretrained(name, **keys, **more),
     )
 
 

@@ -9,20 +9,22 @@ Letters: T tokens of the packed row, N chosen positions, D hidden size.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gspo import config
 from gspo.errors import InputError
 from gspo.models.attention import Layout
-from gspo.models.builtin import BUILTIN
+from gspo.models.builtin import Checkpoint
 from gspo.models.heads import Reading
-from gspo.models.load import Policy, complete, find, load_policy, weights_sha256
+from gspo.models.load import Policy, complete, find, load_policy, weights_sha256, without_progress_bars
 
 
 class ScoreHead(nn.Linear):
@@ -76,8 +78,8 @@ def load_scorer(model: config.Model) -> Policy:
     Raises:
         InputError: as `load_policy`; a classifier of several classes; a family without a classifier in transformers.
     """
-    trained = _classifier(model)
     checkpoint = find(model)
+    trained = _classifier(checkpoint, model.name)
     if trained is not None:
         checkpoint = replace(checkpoint, model=lambda: _as_language_model(trained))
     # As a language model first: what is checked and put into its layers there holds for the classifier too.
@@ -91,22 +93,31 @@ def load_scorer(model: config.Model) -> Policy:
     )
 
 
-def _classifier(model: config.Model) -> Any | None:
+def _classifier(checkpoint: Checkpoint, name: str) -> Any | None:
     """The model, if it is a classifier already. Raises InputError for one that gives more than one number."""
-    if model.name in BUILTIN or Path(model.name).suffix == ".gguf":
+    read = checkpoint.read_as
+    if read is None:
         return None
-    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
     try:
-        found = AutoConfig.from_pretrained(model.name, **keys)
+        found = read(AutoConfig)
     except (OSError, ValueError):  # `load_policy` says what there is not
         return None
     if not any(kind.endswith("ForSequenceClassification") for kind in found.architectures or []):
         return None
     if found.num_labels != 1:
         raise InputError(
-            f"model={model.name}: a classifier of {found.num_labels} classes; a reward model gives one number (num_labels=1)"
+            f"model={name}: a classifier of {found.num_labels} classes; a reward model gives one number (num_labels=1)"
         )
-    return complete(AutoModelForSequenceClassification.from_pretrained, model.name, dtype=torch.float32, **keys)
+    try:
+        with without_progress_bars():
+            return complete(partial(_named, read), name, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"model={name}: could not be loaded: {str(error).rstrip('. ')}") from error
+
+
+def _named(read: Callable[..., Any], name: str, **keys: Any) -> Any:
+    del name  # `read` knows it
+    return read(AutoModelForSequenceClassification, **keys)
 
 
 def _as_language_model(classifier: Any) -> Any:
