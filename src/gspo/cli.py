@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -19,6 +19,8 @@ from gspo import __version__, machine, settings
 from gspo.config import Run
 from gspo.errors import InputError, RunError
 from gspo.stage_config import AnyRun, RewardRun, Sft
+
+S = TypeVar("S", Sft, RewardRun)
 
 
 def _keys_help(kind: type[AnyRun] = Run) -> str:
@@ -145,7 +147,7 @@ def reward(
     raise typer.Exit(_stage(RewardRun, recipe, words, resume))
 
 
-def _stage(kind: type[Sft] | type[RewardRun], recipe: str | None, words: list[str] | None, resume: Path | None) -> int:
+def _stage(kind: type[S], recipe: str | None, words: list[str] | None, resume: Path | None) -> int:
     """Run a stage to its end; the exit code."""
     recipe, words = _checked_words(kind, recipe, words, resume)
     machine.prepare()

@@ -17,7 +17,7 @@ from gspo.rewards.load import load, open_scorers
 from gspo.rewards.ready import Around
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
-from gspo.stage_config import AnyRun
+from gspo.stage_config import Sft
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
 from gspo.tasks.render import render
 from gspo.types import Prompt
@@ -88,6 +88,6 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
     return Inputs(rendered.prompts, scorers[0], test, scorers[-1], tuple(notes), pool)
 
 
-def surroundings(run: AnyRun, rows: Rows) -> Around:
+def surroundings(run: Run | Sft, rows: Rows) -> Around:
     """What the rewards of a run may depend on beside their arguments."""
     return Around(rows, run.data.prompt, run.data.system, run.sampling.max_new_tokens, run.judging)
