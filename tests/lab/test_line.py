@@ -12,7 +12,7 @@ import pytest
 
 from gspo.config import Run
 from gspo.lab import line
-from gspo.lab.line_report import Arm, write
+from gspo.lab.line_report import Arm
 
 SMALL = (
     *("sft:steps=2", "sft:batch_size=4", "sft:data.limit=8", "sft:eval.limit=4", "sft:eval.every=1"),
@@ -22,24 +22,20 @@ SMALL = (
 
 
 def test_every_stage_runs_once_and_the_report_sets_them_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line, "ALGORITHMS", ("grpo",))
-    monkeypatch.setattr(sys, "argv", ["line", "--dir", str(tmp_path), "--seeds", "1", *SMALL])
-    assert line.main() == 0
-    out = capsys.readouterr().out
-    assert re.fullmatch(r"grpo: true reward \d\.\d{3} -> \d\.\d{3}", out.splitlines()[-1])
+    whole = line.Line(tmp_path, (0,), SMALL, few_by=None)
+    (last,) = line.run_line(whole)
     journal = [json.loads(row) for row in (tmp_path / "grpo-0" / "journal.jsonl").read_text().splitlines()]
-    assert out.splitlines()[-1].endswith(f"{journal[0]['eval/start/reward']:.3f} -> {journal[-1]['eval/reward']:.3f}")
+    assert last == f"grpo: true reward {journal[0]['eval/start/reward']:.3f} -> {journal[-1]['eval/reward']:.3f}"
     assert all(row["reward/mean"] == pytest.approx(row["reward/reward_model/mean"]) for row in journal), "weight 0"
-    report = (tmp_path / "report.md").read_text()
-    pictures = re.findall(r"!\[[\w-]+\]\(([\w.-]+)\)", report)
-    assert len(pictures) == 6
+    pictures = re.findall(r"!\[[\w-]+\]\(([\w.-]+)\)", (tmp_path / "report.md").read_text())
+    assert len(pictures) == 5
     assert all((tmp_path / name).read_text().startswith("<svg ") for name in pictures)
     started = (tmp_path / "sft" / "run.yaml").stat().st_mtime_ns
-    assert line.main() == 0
+    assert line.run_line(whole) == [last]
     assert (tmp_path / "sft" / "run.yaml").stat().st_mtime_ns == started, "what is finished is not run twice"
-    assert write(line.Line(tmp_path, (0,), SMALL), ["grpo"], {}) == [out.splitlines()[-1]]
 
 
 def test_an_algorithm_that_is_not_trained_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

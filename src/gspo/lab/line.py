@@ -33,7 +33,6 @@ ALGORITHMS = ("ppo", "grpo", "gspo")
 FEW = 48
 """Pairs of the reward model that is to be over-optimised."""
 FEW_WORDS = ("steps=60", "eval.every=20")
-FEW_BY = "grpo"
 TRUE = "matching"
 """The rule that made the preferences."""
 
@@ -64,6 +63,9 @@ class Line:
     seeds: tuple[int, ...]
     words: tuple[str, ...] = ()
     """`STAGE:key=value`, laid over the recipe of a stage: sft, reward, train."""
+
+    few_by: str | None = "grpo"
+    """The algorithm that also optimises the reward of few pairs; None: none does."""
 
     def over(self, stage: str) -> list[str]:
         """The words for a stage."""
@@ -152,27 +154,32 @@ def main() -> int:
     asked = parser.parse_args()
     if wrong := [word for word in asked.words if word.partition(":")[0] not in STAGES or "=" not in word]:
         parser.error(f"{wrong[0]!r}: words are written STAGE:KEY=VALUE, with one of {', '.join(STAGES)}")
-    line = Line(asked.dir.absolute(), tuple(range(asked.seeds)), tuple(asked.words))
-    line.folder.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
     try:
-        algorithms, refused = line.trained()
-        line.run([line.first()])
-        line.run([line.second(), line.second(few=True)])
-        over = [line.third(FEW_BY, line.seeds[0], few=True)] if FEW_BY in algorithms else []
-        line.run([*(line.third(name, seed) for seed in line.seeds for name in algorithms), *over])
+        for last in run_line(Line(asked.dir.absolute(), tuple(range(asked.seeds)), tuple(asked.words))):
+            print(last)
     except (InputError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    return 0
 
+
+def run_line(line: Line) -> list[str]:
+    """Run what is not finished and write the report; the last lines, one an algorithm."""
     from gspo.lab.line_report import write
 
+    line.folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    algorithms, refused = line.trained()
+    few = line.few_by if line.few_by in algorithms else None
+    line.run([line.first()])
+    line.run([line.second(), *([line.second(few=True)] if few else [])])
+    third = [line.third(name, seed) for seed in line.seeds for name in algorithms]
+    line.run([*third, *([line.third(few, line.seeds[0], few=True)] if few else [])])
+    lines = write(line, algorithms, refused)
     print(f"{time.perf_counter() - start:.0f} s in all; report: {line.folder / 'report.md'}")
     for name, reason in refused.items():
         print(f"{name}: not run: {reason}")
-    for last in write(line, algorithms, refused):
-        print(last)
-    return 0
+    return lines
 
 
 if __name__ == "__main__":

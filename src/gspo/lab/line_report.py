@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from gspo.journal import Metrics, read
-from gspo.lab.line import FEW, FEW_BY, TRUE, Line
+from gspo.lab.line import FEW, TRUE, Line
 from gspo.view.svg import Series, chart, standalone
 
 LEARNED = "reward/reward_model/mean"
@@ -59,7 +59,11 @@ class Arm:
 def write(line: Line, algorithms: Sequence[str], refused: Mapping[str, str]) -> list[str]:
     """Write the report; the last lines of the command."""
     arms = {name: [_arm(line, name, seed) for seed in line.seeds] for name in algorithms}
-    few = _arm(line, FEW_BY, line.seeds[0], prefix="few-") if FEW_BY in algorithms else None
+    few = (
+        _arm(line, line.few_by, line.seeds[0], prefix="few-")
+        if line.few_by is not None and line.few_by in algorithms
+        else None
+    )
     _draw(line.folder, arms, few)
     (line.folder / "report.md").write_text(_report(line, arms, few, refused))
     return [f"{name}: true reward {_mean(of, 0):.3f} -> {_mean(of, -1):.3f}" for name, of in arms.items()]
@@ -74,7 +78,7 @@ def _arm(line: Line, name: str, seed: int, prefix: str = "") -> Arm:
     lines = tuple(read(line.folder / run / "journal.jsonl"))
     files = sorted((line.folder / run / "rollouts").glob("*.jsonl.gz"))
     ends = (_agreement(files[0]), _agreement(files[-1]))
-    return Arm(f"{prefix}{name}", seed, lines, line.cost(run).peak_bytes, ends)
+    return Arm(name, seed, lines, line.cost(run).peak_bytes, ends)
 
 
 def _agreement(path: Path) -> float | None:
@@ -101,13 +105,13 @@ def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Arm | None) -> N
     _chart(folder / "learned.svg", "learned reward, training prompts", "step", learned)
     true = [_by_step(name, of, RULE) for name, of in arms.items()]
     if few is not None:
-        true.append(_by_step(f"{FEW_BY}, reward model of {FEW} pairs", [few], RULE))
+        true.append(_by_step(f"{few.name}, reward model of {FEW} pairs", [few], RULE))
     _chart(folder / "true.svg", "true reward, training prompts", "step", true, unit=True)
     paths = [_path(name, of[0]) for name, of in arms.items()]
     _chart(folder / "over.svg", "true reward against the learned one, step by step", "learned reward", paths)
     if few is not None:
         _chart(
-            folder / "over-few.svg", f"the same, reward model of {FEW} pairs", "learned reward", [_path(FEW_BY, few)]
+            folder / "over-few.svg", f"the same, reward model of {FEW} pairs", "learned reward", [_path(few.name, few)]
         )
 
 
@@ -146,8 +150,11 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refu
             "learned reward", "agreement with the rule", "seconds", "peak memory"]  # fmt: skip
     rows = [[name, *_numbers(of, shortest)] for name, of in arms.items()]
     if few is not None:
-        rows.append([f"{FEW_BY}, reward model of {FEW} pairs", *_numbers([few], shortest)])
-    judged = {name: read(line.folder / name / "journal.jsonl")[-1] for name in ("reward", "few")}
+        rows.append([f"{few.name}, reward model of {FEW} pairs", *_numbers([few], shortest)])
+    judged = {
+        name: read(line.folder / name / "journal.jsonl")[-1]
+        for name in ("reward", *(["few"] if few is not None else []))
+    }
     return (
         "\n\n".join(
             [
