@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from gspo.credit import weigh
 from gspo.errors import OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
-from gspo.models.heads import LOGPROBS, Reading
+from gspo.models.heads import trained_logprobs
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
@@ -63,6 +64,9 @@ def policy_objective(row: Algorithm) -> Objective:
 class Learner:
     """The trained weights, their optimizer, and the passes over batches."""
 
+    noun: ClassVar[str] = "log-probability"
+    """What is read off at the trained tokens: for messages."""
+
     model: nn.Module
     """Causal language model with a policy head; float32 or better on arrival, the working copy afterwards."""
     row: Algorithm
@@ -76,8 +80,6 @@ class Learner:
     """Frozen starting policy, if the row has a KL term."""
     updates: int = 0
     """Optimizer updates done."""
-    reading: Reading = LOGPROBS
-    """What the passes give for each trained token, in the place of its log-probability."""
 
     masters: dict[str, nn.Parameter] = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
@@ -229,11 +231,11 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    def _forward(
+    def _read(
         self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
     ) -> tuple[Tensor, Tensor]:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
-        logprob_N, entropy_N = self.reading.read(
+        return trained_logprobs(
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
@@ -242,13 +244,18 @@ class Learner:
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,
         )
+
+    def _forward(
+        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
+    ) -> tuple[Tensor, Tensor]:
+        logprob_N, entropy_N = self._read(model, batch, micro, routing)
         logprob_N, entropy_N = logprob_N.to(self._maths), entropy_N.to(self._maths)
         finite_N = logprob_N.isfinite()
         if not finite_N.all():
             k = int(batch.sequence_N[micro.trained][~finite_N][0])
             ordinal, index, prompt_row = batch.key_R[int(batch.rollout_S[k])]
             raise RunError(
-                f"the {self.reading.name} is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
+                f"the {self.noun} of a trained token is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
                 f"after {self.updates} updates. The weights have diverged, or the checkpoint holds values that are not finite; "
                 "lower optimizer.learning_rate, or look at this answer in rollouts/"
             )

@@ -277,6 +277,7 @@ BAD_ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
     ([{"m": [{"role": "user", "content": "a"}]}], {"messages": "m"}, ["row 0", "at least two messages"]),
     ([{"m": [{"role": "user", "content": "a"}] * 2}], {"messages": "m"}, ["row 0", "no assistant's turn at its end"]),
     ([{"m": [{"role": r, "content": "a"} for r in ("user", "assistant", "assistant")]}], {"messages": "m"}, ["row 0", "follow each other"]),
+    ([{"m": [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", " "), ("user", "b"), ("assistant", "c"))]}], {"messages": "m"}, ["row 0", "a turn of the assistant is empty"]),
     ([{"m": "a"}], {"messages": "n"}, ["no column 'n' (data.messages)"]),
 ]  # fmt: skip
 

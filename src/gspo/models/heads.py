@@ -110,19 +110,6 @@ def next_logits(
         return _run(model, partial(_predict, source_N=source_N, factor_VD=factor_VD), tokens_T, position_T, layout)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What is read off a model at the trained tokens."""
-
-    name: str
-    """For messages."""
-    read: Callable[..., tuple[Tensor, Tensor]]
-    """As `trained_logprobs`."""
-
-
-LOGPROBS = Reading("log-probability of a trained token", trained_logprobs)
-
-
 def _run(
     model: Any, job: Callable[[PolicyHead, Tensor], Tensor], tokens_T: Tensor, position_T: Tensor, layout: Layout
 ) -> Tensor:

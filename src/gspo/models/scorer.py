@@ -1,7 +1,7 @@
 """A name in, a model that gives one number a text: a sequence classifier of transformers with packed attention.
 
 In: the `model` section of the configuration, which names a language model, or a classifier to go on from. Out: a
-`Policy` whose model is the classifier. The stage `reward_model` calls `load_scorer`; its learner reads `SCORES`.
+`Policy` whose model is the classifier. The stage `reward_model` calls `load_scorer`, and its learner `trained_scores`.
 
 Letters: T tokens of the packed row, N chosen positions, D hidden size.
 """
@@ -23,7 +23,6 @@ from gspo import config
 from gspo.errors import InputError
 from gspo.models.attention import Layout
 from gspo.models.builtin import Checkpoint
-from gspo.models.heads import Reading
 from gspo.models.load import Policy, complete, find, load_policy, weights_sha256, without_progress_bars
 
 
@@ -38,21 +37,8 @@ class ScoreHead(nn.Linear):
         return nn.functional.linear(hidden.to(wide), self.weight.to(wide))
 
 
-def trained_scores(
-    model: Any,
-    *,
-    tokens_T: Tensor,
-    position_T: Tensor,
-    layout: Layout,
-    source_N: Tensor,
-    target_N: Tensor,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Score [N] that a sequence classifier gives at the positions `source_N`, and zeros [N]: it has no entropy.
-
-    Called as `trained_logprobs`; a score depends on no target and on no temperature.
-    """
-    del target_N, temperature
+def trained_scores(model: Any, *, tokens_T: Tensor, position_T: Tensor, layout: Layout, source_N: Tensor) -> Tensor:
+    """Score [N] that a sequence classifier gives at the positions `source_N` of T, float32 or better, with gradients."""
     seen: list[Tensor] = []
     # From inside the model's own forward, which then takes the score of one token alone.
     handle = model.score.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
@@ -62,11 +48,7 @@ def trained_scores(
         )
     finally:
         handle.remove()
-    score_N = seen[0][0, :, 0].index_select(0, source_N)
-    return score_N, torch.zeros_like(score_N)
-
-
-SCORES = Reading("score of an answer", trained_scores)
+    return seen[0][0, :, 0].index_select(0, source_N)
 
 
 def load_scorer(model: config.Model) -> Policy:

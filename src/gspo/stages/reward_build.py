@@ -15,9 +15,9 @@ from typing import Any
 from gspo.config import Model
 from gspo.inputs import Row
 from gspo.models.load import Policy, load_tokenizer
-from gspo.models.scorer import SCORES, load_scorer
+from gspo.models.scorer import load_scorer
 from gspo.stage_config import RewardRun
-from gspo.stages.reward_model import RewardJob
+from gspo.stages.reward_model import RewardJob, ScoreLearner
 from gspo.stages.stage_build import NOTHING_HELD_OUT, opened, parts, prepared, read_sets, require_room
 from gspo.tasks.data import overlap
 from gspo.tasks.pairs import Preferred, checked_preferences, render_preferences
@@ -85,7 +85,7 @@ def build(
     ready = prepared(run, inputs, saved, what="pairs", load=load)
     every = (*inputs.pairs, *inputs.held_out)
     require_room(ready.policy, [(each.prompt.row, max(len(each.chosen), len(each.rejected))) for each in every])
-    common = parts(ready, inputs, folder, saved, SCORES)
+    common = parts(ready, inputs, folder, saved, ScoreLearner)
     return RewardJob(**vars(common), pairs={each.prompt.row: each for each in inputs.pairs}, held_out=inputs.held_out)
 
 

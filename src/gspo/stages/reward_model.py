@@ -16,14 +16,17 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo.algorithms.losses import Tally
 from gspo.algorithms.preferences import preference_loss
 from gspo.batch import Batch, Microbatch, answers_batch
 from gspo.journal import Metrics
-from gspo.learner import Objective
+from gspo.learner import Learner, Objective
 from gspo.machine import give_pages_back
+from gspo.models.attention import Packed
+from gspo.models.routing import Routed, Routing
+from gspo.models.scorer import trained_scores
 from gspo.stage_config import RewardRun
 from gspo.stages.calibration import reliability, write_calibration
 from gspo.stages.stage import Stage
@@ -51,6 +54,25 @@ def preference(margin_P: Tensor, centring: float, seen: list[Tensor]) -> Objecti
         return preference_loss(chosen_P, rejected_P, margins, centring).sum() / (batch.sequences // 2), Tally()
 
     return objective
+
+
+class ScoreLearner(Learner):
+    """A learner of a classifier's weights: what is read off is a score, which has no entropy."""
+
+    noun: ClassVar = "score"
+
+    def _read(
+        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
+    ) -> tuple[Tensor, Tensor]:
+        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
+        score_N = trained_scores(
+            model,
+            tokens_T=batch.tokens_T[micro.token],
+            position_T=batch.position_T[micro.token],
+            layout=packed if routing is None else Routed(packed, routing),
+            source_N=batch.source_N[micro.trained] - micro.token.start,
+        )
+        return score_N, torch.zeros_like(score_N)
 
 
 @dataclass(frozen=True)

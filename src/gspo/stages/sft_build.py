@@ -14,7 +14,6 @@ from gspo import store
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.inputs import Row, surroundings
-from gspo.models.heads import LOGPROBS
 from gspo.models.load import Policy, load_policy, load_tokenizer
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.runner import Pool
@@ -103,7 +102,7 @@ def build(
 def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -> SftJob:
     ready = prepared(run, inputs, saved, what="answers", load=load_policy)
     whole = _with_ends(inputs, ready.policy)
-    common = parts(ready, inputs, folder, saved, LOGPROBS)
+    common = parts(ready, inputs, folder, saved)
     return SftJob(
         **vars(common),
         answers={each.prompt.row: each for each in whole.answers},

@@ -20,7 +20,6 @@ from gspo.errors import InputError
 from gspo.inputs import Row
 from gspo.journal import Lines, Metrics
 from gspo.learner import Learner
-from gspo.models.heads import Reading
 from gspo.models.load import Policy
 from gspo.stage_config import AnyStage
 from gspo.stages.stage import Parts
@@ -100,11 +99,17 @@ def prepared(
     return Prepared(run, policy, threads, console)
 
 
-def parts(ready: Prepared, inputs: StageInputs, folder: Path, saved: store.Saved | None, reading: Reading) -> Parts:
+def parts(
+    ready: Prepared,
+    inputs: StageInputs,
+    folder: Path,
+    saved: store.Saved | None,
+    learner_of: type[Learner] = Learner,
+) -> Parts:
     """The folder of a new run, or the place where the checkpoint left it."""
     run, policy, console = ready.run, ready.policy, ready.console
     assert run.steps is not None
-    learner = Learner(
+    learner = learner_of(
         model=policy.model,
         row=presets.PRESETS["gspo"],  # which `annotate` alone reads, and nothing is annotated here
         settings=run.optimizer,
@@ -112,7 +117,6 @@ def parts(ready: Prepared, inputs: StageInputs, folder: Path, saved: store.Saved
         max_new_tokens=1,
         total_updates=run.steps,
         compute_dtype=policy.compute_dtype,
-        reading=reading,
     )
     progress = (
         start(run, folder, about(run, policy, ready.threads, inputs.sha256))

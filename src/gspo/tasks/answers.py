@@ -122,8 +122,12 @@ def _conversation_fault(messages: Any, *, all_turns: bool) -> str | None:
         return fault
     if messages[-1]["role"] != "assistant":
         return "the conversation has no assistant's turn at its end"
+    if not all_turns:
+        return None
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        return "a turn of the assistant is empty"
     twice = any(a["role"] == b["role"] == "assistant" for a, b in pairwise(messages))
-    return "two turns of the assistant follow each other" if twice and all_turns else None
+    return "two turns of the assistant follow each other" if twice else None
 
 
 # ------------------------------------------------------------------------------ ids
