@@ -20,6 +20,7 @@ from gspo import __version__, presets, settings, store
 from gspo.ahead import read_ahead
 from gspo.config import AnyRun, Model, Run, Sft
 from gspo.console import Console, plan
+from gspo.critic import Critic, open_critic, require_vocabulary
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
@@ -61,10 +62,14 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     console.say(plan(run))
     for note in (*_advice(run, inputs), *inputs.notes):
         console.say(f"note: {note}")
+    require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
     _require_room(policy, inputs, run)
     _require_routers(policy, run)
-    learner = _learner(run, policy)
+    critic = open_critic(run, policy, saved)
+    if critic is not None:
+        console.say(critic.announcement)
+    learner = _learner(run, policy, critic)
     engine = _engine(run, policy, console)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
@@ -87,6 +92,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         store=checkpoints,
         console=console,
         progress=progress,
+        critic=critic,
         ahead=deque(ahead),
     )
 
@@ -193,7 +199,7 @@ def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
     return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
 
 
-def _learner(run: Run, policy: Policy) -> Learner:
+def _learner(run: Run, policy: Policy, critic: Critic | None) -> Learner:
     reference = None
     if run.algorithm.needs_reference:
         reference = load_policy(run.model).model.requires_grad_(False)
@@ -207,6 +213,9 @@ def _learner(run: Run, policy: Policy) -> Learner:
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
+        critic=run.critic,
+        values=critic.own.values if critic is not None and critic.own is not None else None,
+        value_head=critic.head if critic is not None and critic.own is None else None,
     )
 
 
