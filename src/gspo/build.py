@@ -64,11 +64,13 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         console.say(f"note: {note}")
     require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
-    _require_room(policy, inputs, run)
+    _require_room(policy.model, "model", inputs, run)
     _require_routers(policy, run)
     critic = open_critic(run, policy, saved)
     if critic is not None:
         console.say(critic.announcement)
+    if critic is not None and critic.own is not None:
+        _require_room(critic.own.model, "critic", inputs, run)
     learner = _learner(run, policy, critic)
     engine = _engine(run, policy, console)
     progress = (
@@ -158,13 +160,13 @@ def new_folder(run: AnyRun) -> Path:
     return folder
 
 
-def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
+def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
     """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompt, answer = len(inputs.longest.token_ids), run.sampling.max_new_tokens
     if positions is not None and prompt + answer > positions:
         raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the model's {positions} positions: "
+            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the {noun}'s {positions} positions: "
             "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
         )
 

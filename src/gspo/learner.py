@@ -245,8 +245,7 @@ class Learner:
         return Read(*read_N)
 
     def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
-        read = self._read(model, batch, micro, routing)
-        read = Read(*(None if x is None else x.to(self._maths) for x in read))
+        read = self._read(model, batch, micro, routing).to(self._maths)
         finite_N = read.logprob_N.isfinite() if read.value_N is None else (read.logprob_N + read.value_N).isfinite()
         if not finite_N.all():
             k = int(batch.sequence_N[micro.trained][~finite_N][0])

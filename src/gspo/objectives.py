@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gspo.algorithms.losses import PolicyInputs, Tally, policy_loss
@@ -30,6 +31,10 @@ class Read(NamedTuple):
     entropy_N: Tensor
     value_N: Tensor | None = None
     """Of a critic on the policy's layers."""
+
+    def to(self, device: torch.device) -> Read:
+        values = None if self.value_N is None else self.value_N.to(device)
+        return Read(self.logprob_N.to(device), self.entropy_N.to(device), values)
 
 
 def policy_objective(row: Algorithm) -> Objective:
