@@ -19,8 +19,8 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
+    "errors", "types", "presets", "section", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
+    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "console", "inputs",
     "job", "build", "loop", "view", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -105,5 +105,5 @@ def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> No
 def test_every_key_has_a_doc_line_and_there_are_few() -> None:
     for kind in (Run, Sft, RewardRun):
         keys = list(settings.fields(kind))
-        assert len(keys) <= 80
+        assert len(keys) <= 90
         assert not [name for name, doc in keys if not doc]

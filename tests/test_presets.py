@@ -84,6 +84,8 @@ REFUSED = [
     ({"correction": "token_mask", "correction_band": (2.0,)}, "correction=token_mask needs correction_band=[low, high]"),
     ({"correction": "token_truncate", "correction_band": (0.5, 2.0)}, "correction=token_truncate needs correction_band=[cap]"),
     ({"correction": "token_truncate", "correction_band": (2.0,), "anchor": "rollout"}, "set anchor=old"),
+    # a critic's advantages are those of tokens
+    ({"advantage": "gae"}, "ratio=sequence has one advantage an answer"),
     # numbers and words
     ({"clip_low": -0.1}, "greater than or equal to 0"),
     ({"weight_cap": 0.0}, "greater than 0"),
@@ -144,6 +146,8 @@ def test_needs_signal() -> None:
     assert PRESETS["gspo"].needs_signal
     assert not Algorithm(**(OWN | {"advantage": "batch_mean_std"})).needs_signal
     assert not resolve("gspo", {"kl_coefficient": 0.1}).needs_signal
+    assert not PRESETS["ppo"].needs_signal
+    assert [name for name, row in PRESETS.items() if row.needs_critic] == ["ppo"]
 
 
 # ------------------------------------------------------------------------------ advice

@@ -168,17 +168,21 @@ def test_files_that_are_no_settings(recipe, text, part):
 
 def test_every_key_has_a_doc_line_and_the_budget_holds():
     keys = dict(settings.fields())
-    assert len(keys) <= 80
+    assert len(keys) <= 90
     assert [name for name, doc in keys.items() if not doc] == []
 
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
     tree = settings.dump(settings.load(None, ["eval.reward=exact"]))
+    with_critic = settings.load(None, ["algorithm=ppo"])
     for name in dict(settings.fields()):
-        value = tree
+        value = settings.dump(with_critic) if name.startswith("critic.") else tree
         for part in name.split("."):
             value = value[part]
+        if name.startswith("critic."):
+            assert settings.load(None, ["algorithm=ppo"], {name: value}) == with_critic
+            continue
         if name.startswith("eval.reward"):
             assert settings.load(None, ["eval.reward=exact"], {name: value}) == settings.load(
                 None, ["eval.reward=exact"]
@@ -292,3 +296,43 @@ def test_a_mapping_from_python_is_laid_over_the_recipes_section(recipe):
     run = settings.load(path, keys={"optimizer": {"warmup_updates": 2}, "algorithm": {"name": "grpo"}})
     assert (run.optimizer.learning_rate, run.optimizer.warmup_updates) == (3e-3, 2)
     assert run.algorithm.clip_low == 0.2, "a section that is named anew starts anew"
+
+
+def test_a_critic_is_there_if_the_algorithm_needs_one_and_only_then():
+    assert settings.load(None).critic is None
+    assert settings.load(None, ["critic=null"]).critic is None
+    run = settings.load(None, ["algorithm=ppo", "group_size=1"])
+    assert run.critic == config.Critic()
+    assert settings.check(settings.dump(run), "") == run
+    assert settings.load(None, ["algorithm=ppo", "critic=shared"]).critic.backbone == "shared"
+    assert settings.load(None, ["algorithm=ppo", "critic.gae_lambda=1"]).critic.gae_lambda == 1
+    assert settings.default("critic.gae_lambda") == 0.95
+    own = {"name": "mine", "ratio": "token", "gate": "none", "aggregation": "token_mean", "advantage": "gae"}
+    assert settings.load(None, keys={"algorithm": own}).critic == config.Critic()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["critic=shared"], ["critic: has no effect with algorithm=gspo", "advantage=group_mean_std", "algorithm=ppo"]),
+        (["algorithm=grpo", "critic.gamma=1"], ["critic: has no effect with algorithm=grpo"]),
+        (["algorithm=ppo", "critic.value_coefficient=1"], ["value_coefficient has no effect with backbone=separate"]),
+        (["algorithm=ppo", "critic=shared", "critic.model=x"], ["model has no effect with backbone=shared"]),
+        (["algorithm=ppo", "critic=shared", "critic.learning_rate=1"], ["learning_rate has no effect"]),
+        (["algorithm=ppo", "critic.kl_target=6"], ["kl_target steers the KL term of the reward", "kl_in=reward"]),
+        (
+            ["algorithm=ppo", "critic.kl_target=6", "algorithm.kl_coefficient=0.1"],
+            ["kl_target steers the KL term of the reward"],
+        ),
+        (
+            ["algorithm=ppo", "critic.end_penalty=1", "algorithm.mask_truncated=true"],
+            ["end_penalty has no effect", "mask_truncated"],
+        ),
+        (["algorithm=ppo", "critic.gae_lambda=1.5"], ["critic.gae_lambda", "less than or equal to 1"]),
+        (["algorithm=ppo", "critic.lambda=1"], ["critic.lambda: no such key", "critic.gae_lambda"]),
+        (["algorithm=ppo", "critic=borrowed"], ["critic.backbone", "'separate'", "'borrowed'"]),
+    ],
+)
+def test_keys_of_a_critic_that_have_no_effect_are_refused(words, parts):
+    message = refusal(None, words)
+    assert [part for part in parts if part not in message] == [], message

@@ -61,6 +61,8 @@ class Batch:
     counted_S: Tensor
     """Bool: false for a sequence that is in the baseline only (`mask_truncated`)."""
     reward_R: Tensor
+    unended_R: Tensor
+    """Bool: the answer was cut at the length limit."""
     group_R: Tensor
     key_R: tuple[tuple[int, int, int], ...]
     """(ordinal of the draw, index in the group, row of the prompt) of each judged rollout."""
@@ -77,6 +79,12 @@ class Batch:
     advantage_R: Tensor | None = None
     advantage_N: Tensor | None = None
     weight_N: Tensor | None = None
+    value_N: Tensor | None = None
+    """Value of the text before each token, by the critic before the step; with the two below, only where there is one."""
+    return_N: Tensor | None = None
+    """What its values are trained on."""
+    outcome_N: Tensor | None = None
+    """Discounted sum of the rewards from each token on, as they came."""
     old_routes_TLK: Tensor | None = None
     """Experts that the trainer's old policy chose, of a model with experts."""
 
@@ -149,8 +157,8 @@ def make_batches(groups: Sequence[Group], row: Algorithm, max_tokens_per_microba
 
 
 def has_baseline(group: Group, row: Algorithm) -> bool:
-    """True if this group's rewards can be compared: within it, or with the whole batch."""
-    return len(group.judged) >= (1 if row.advantage == "batch_mean_std" else 2)
+    """True if this group's rewards can be compared: within it, with the whole batch, or with a critic's values."""
+    return len(group.judged) >= (1 if row.needs_critic or row.advantage == "batch_mean_std" else 2)
 
 
 def has_signal(group: Group) -> bool:
@@ -173,7 +181,8 @@ def _pack(groups: list[Group], row: Algorithm, max_tokens: int) -> Batch | None:
     judged = [(g, r) for g in groups for r in g.judged if r.policy_tokens]
     counted = [not (row.mask_truncated and r.stop is Stop.LENGTH) for _, r in judged]
     alive = {g.ordinal for g in groups if has_baseline(g, row) and (has_signal(g) or not row.needs_signal)}
-    in_reward = row.needs_reference and row.kl_in == "reward"  # then the baseline needs log-probabilities of all
+    # Where the KL is in the reward, a baseline made of the rewards needs the log-probabilities of all.
+    in_reward = row.needs_reference and row.kl_in == "reward" and not row.needs_critic
     packed = [i for i, (g, _) in enumerate(judged) if g.ordinal in alive and (counted[i] or in_reward)]
     if not any(counted[i] for i in packed):
         return None
@@ -229,6 +238,7 @@ def _laid(
         length_S=torch.tensor(length_S),
         counted_S=torch.tensor([counted[i] for i in packed]),
         reward_R=reward_R,
+        unended_R=torch.tensor([r.stop is Stop.LENGTH for _, r in known]),
         group_R=torch.tensor([g.ordinal for g, _ in known]),
         key_R=tuple((g.ordinal, r.index, g.prompt.row) for g, r in known),
         sequences=sum(counted),

@@ -20,6 +20,7 @@ from gspo import __version__, presets, settings, store
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
 from gspo.console import Console, plan
+from gspo.critic import Critic, open_critic, require_vocabulary
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
@@ -62,10 +63,16 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     console.say(plan(run))
     for note in (*_advice(run, inputs), *inputs.notes):
         console.say(f"note: {note}")
+    require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
-    _require_room(policy, inputs, run)
+    _require_room(policy.model, "model", inputs, run)
     _require_routers(policy, run)
-    learner = _learner(run, policy)
+    critic = open_critic(run, policy, saved)
+    if critic is not None:
+        console.say(critic.announcement)
+    if critic is not None and critic.own is not None:
+        _require_room(critic.own.model, "critic", inputs, run)
+    learner = _learner(run, policy, critic)
     engine = _engine(run, policy, console)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
@@ -88,6 +95,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         store=checkpoints,
         console=console,
         progress=progress,
+        critic=critic,
         ahead=deque(ahead),
     )
 
@@ -155,13 +163,13 @@ def new_folder(run: AnyRun) -> Path:
     return folder
 
 
-def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
+def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
     """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompt, answer = len(inputs.longest.token_ids), run.sampling.max_new_tokens
     if positions is not None and prompt + answer > positions:
         raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the model's {positions} positions: "
+            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the {noun}'s {positions} positions: "
             "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
         )
 
@@ -196,7 +204,7 @@ def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
     return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
 
 
-def _learner(run: Run, policy: Policy) -> Learner:
+def _learner(run: Run, policy: Policy, critic: Critic | None) -> Learner:
     reference = None
     if run.algorithm.needs_reference:
         reference = load_policy(run.model).model.requires_grad_(False)
@@ -210,6 +218,9 @@ def _learner(run: Run, policy: Policy) -> Learner:
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
+        critic=run.critic,
+        values=critic.own.values if critic is not None and critic.own is not None else None,
+        value_head=critic.head if critic is not None and critic.own is None else None,
     )
 
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     ValidationInfo,
@@ -21,29 +19,9 @@ from pydantic import (
 )
 
 from gspo import presets
+from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
-
-
-class Section(BaseModel):
-    """A part of the configuration. `model=x` is short for `model.name=x`: a bare value replaces the section."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, arbitrary_types_allowed=True
-    )
-    shorthand: ClassVar[str] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        return {cls.shorthand: value} if cls.shorthand and not isinstance(value, dict | BaseModel) else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
-            raise ValueError(f"expected a value, found {str(value).lower()}")
-        return value
+from gspo.section import Section
 
 
 class Model(Section):
@@ -244,17 +222,28 @@ class Run(Section):
     sampling: Sampling = Sampling()
     engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
+    critic: Annotated[Critic | None, Field(validate_default=True)] = None
+    """Null but for an algorithm that takes its advantages from a critic, as ppo does."""
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+
+    @field_validator("critic")
+    @classmethod
+    def _as_the_algorithm_needs(cls, critic: Critic | None, info: ValidationInfo) -> Critic | None:
+        row = info.data.get("algorithm")
+        if row is None:  # which is refused with a reason of its own
+            return critic
+        if critic is not None and not row.needs_critic:
+            raise ValueError(
+                f"has no effect with algorithm={row.name}, whose advantages (advantage={row.advantage}) are made of rewards alone: leave it out, or use algorithm=ppo"
+            )
+        return (critic or Critic()) if row.needs_critic else None
 
     @model_validator(mode="after")
     def _check(self) -> Run:
         row = self.algorithm
-        if row.advantage == "gae":
-            raise ValueError(
-                "algorithm=ppo takes its advantages from a critic, which is not trained yet: use grpo, or dapo for a token mean"
-            )
-        if self.group_size == 1 and not row.advantage.startswith("batch"):
+        check_critic(self.critic, row)
+        if self.group_size == 1 and not (row.needs_critic or row.advantage.startswith("batch")):
             raise ValueError(
                 f"group_size=1: {row.name} compares the answers to one prompt with each other, and one answer has nothing to be compared with. "
                 "Use group_size=2 or more"

@@ -55,7 +55,7 @@ class Console:
         parts = [
             f"step {m['step']:>{len(str(self._steps))}}/{self._steps}",
             f"reward {_number(m['reward/mean'], '.3f')} {sparkline(self._rewards[-_WIDTH:]):<{min(self._steps, _WIDTH)}}",
-            f"signal {m['groups/signal']}/{m['groups/total']}",
+            _source(m),
             f"clipped {m[clipped]:.1%} of {unit}",
             f"cut {m['truncated/share']:.0%}",
             f"grad {_number(m['grad_norm'], '.2g')}",
@@ -89,6 +89,13 @@ class Console:
     def _left(self, step: int) -> float:
         recent = self._seconds[-10:]
         return sum(recent) / len(recent) * (self._steps - step)
+
+
+def _source(m: dict[str, Any]) -> str:
+    """Where the gradient comes from: groups whose rewards differ, or a critic, with the share of the outcomes' variance that it knew."""
+    if m["value/mean"] is None:
+        return f"signal {m['groups/signal']}/{m['groups/total']}"
+    return f"critic explains {_number(m['value/explained_variance'], '.0%')}"
 
 
 def sparkline(values: list[float]) -> str:

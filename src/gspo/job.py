@@ -15,9 +15,12 @@ from pathlib import Path
 from signal import Signals
 
 from gspo.algorithms.bands import sized
+from gspo.algorithms.values import next_kl_coefficient
 from gspo.batch import Batch, Batches, make_batches
 from gspo.config import Run
 from gspo.console import Console
+from gspo.credit import answer_kl
+from gspo.critic import Critic
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.errors import OutOfMemoryError, RunError
@@ -52,12 +55,15 @@ class Job:
     store: Store
     console: Console
     progress: Progress
+    critic: Critic | None = None
     ahead: deque[list[Group]] = field(default_factory=deque)
     """Groups sampled for the steps to come, the next one first."""
     stop: Stop = field(default_factory=Stop)
     _seconds: dict[str, float] = field(default_factory=dict)
     _row: Algorithm = field(init=False)
-    """The run's row, its band sized for the step at hand."""
+    """The run's row, its band and KL coefficient those of the step at hand."""
+    _next_kl: float | None = None
+    """KL coefficient of the next step, if it is steered."""
     _skipped: int = 0
     _oversize: int = 0
     _saved: int | None = None
@@ -106,7 +112,7 @@ class Job:
         self.inputs.close()
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
-        """Annotate, then update with every batch, `algorithm.epochs` times over.
+        """Annotate, then update with every batch, `algorithm.epochs` times over; so a critic of its own, afterwards.
 
         Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates
         after the first keep the old log-probabilities of the larger ones. Raises RunError if a single answer does not fit.
@@ -127,7 +133,23 @@ class Job:
                 self._halve(groups, str(error))
                 # Until the first update the old pass can be done again, in the pieces of the training pass.
                 batches = self.learner.recut(self._batches(groups), batches) if done and batches else None
-        return batches, done
+        return self._learn_values(groups, batches, done)
+
+    def _learn_values(
+        self, groups: Sequence[Group], batches: list[Batch], done: list[UpdateStats]
+    ) -> tuple[list[Batch], list[UpdateStats]]:
+        """The same updates of a critic of its own: returns are those of before the step, so its order with the policy's is no matter."""
+        if self.critic is None or self.critic.own is None:
+            return batches, done
+        learned: list[UpdateStats] = []
+        while len(learned) < len(done):
+            try:
+                with self._timed("critic"):
+                    learned.append(self.critic.learn(batches[len(learned) % len(batches)]))
+            except OutOfMemoryError as error:
+                self._halve(groups, str(error))
+                batches = self.learner.recut(self._batches(groups), batches)
+        return batches, [replace(stats, critic=own) for stats, own in zip(done, learned, strict=True)]
 
     def _batches(self, groups: Sequence[Group]) -> Batches:
         batches = make_batches(groups, self.run.algorithm, self._budget)
@@ -142,11 +164,26 @@ class Job:
         with self._timed("old"):
             batches = self._batches(groups)
             self._skipped = batches.skipped * self.run.algorithm.epochs
+            self._set_kl_coefficient()
             annotated = self.learner.annotate(batches)
-            if self.run.algorithm.sizes_band:
-                self._row = sized(self.run.algorithm, rollout_log_ratio(annotated))
+            self._steer_kl(annotated)
+            if self._row.sizes_band:
+                self._row = sized(self._row, rollout_log_ratio(annotated))
                 self.objective = policy_objective(self._row)
             return annotated
+
+    def _set_kl_coefficient(self) -> None:
+        """The row as it is configured, but for a KL coefficient that earlier steps have steered elsewhere."""
+        self._row = self.run.algorithm
+        if self.progress.kl_coefficient is not None:
+            self._row = self._row.model_copy(update={"kl_coefficient": self.progress.kl_coefficient})
+            self.learner.row = self._row
+
+    def _steer_kl(self, batches: Sequence[Batch]) -> None:
+        target = None if self.run.critic is None else self.run.critic.kl_target
+        if target is not None:
+            kl = [answer for b in batches if (kl_S := answer_kl(b, self._row)) is not None for answer in kl_S.tolist()]
+            self._next_kl = next_kl_coefficient(self._row.kl_coefficient, kl, target)
 
     def _update(self, batch: Batch) -> UpdateStats:
         with self._timed("update"):
@@ -205,6 +242,7 @@ class Job:
             position=self.sampler.position,
             last_reward=last,
             ahead=len(self.ahead),
+            kl_coefficient=self._next_kl,
         )
         return metrics
 
@@ -238,6 +276,7 @@ class Job:
             moments=self.learner.moments(),
             # A step that failed may have sampled more, which the position in the data does not know of.
             ahead=list(self.ahead)[: self.progress.ahead],
+            critic=None if self.critic is None else self.critic.state(),
         )
         self._saved = self.progress.step
         self.store.settle(self.progress)

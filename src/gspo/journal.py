@@ -22,7 +22,7 @@ from gspo.batch import Batch, has_baseline, has_signal
 from gspo.errors import InputError, RunError
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
-from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange
+from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, value_fit
 from gspo.types import Group, Reward, Rollout, Status, Stop
 
 FORMAT = 1
@@ -159,6 +159,7 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
     metrics |= _rollout_metrics([r for group in outcome.groups for r in group.rollouts])
     metrics |= _update_metrics(outcome)
     metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), outcome.row)
+    metrics |= _value_metrics(outcome)
     metrics |= _staleness_metrics(outcome)
     # Parity compares engine and trainer at the same weights: the trainer no longer has those of a stale answer.
     fresh = metrics["staleness/max"] == 0
@@ -252,6 +253,7 @@ def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
     spread = tally.std_log_ratio_rows if row.ratio.startswith("sequence") else tally.std_log_ratio_tokens
     return {
         "ratio": row.ratio,
+        "advantage": row.advantage,
         "anchor": row.anchor,
         "clip/rows": tally.clip_rows,
         "clip/tokens": tally.clip_tokens,
@@ -268,7 +270,24 @@ def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
         "ratio/std_tokens": tally.std_log_ratio_tokens,
         "ratio/std_over_band": spread / band if band else None,
         "kl/mean": tally.kl if tally.kl_tokens else None,
+        "kl/coefficient": row.kl_coefficient if row.needs_reference else None,
         "correction/dropped": tally.tokens_dropped,
+    }
+
+
+def _value_metrics(outcome: StepOutcome) -> Metrics:
+    """What a critic said, against what came of it, and how it was updated; None without one."""
+    fit, updates = value_fit(outcome.batches), outcome.updates
+    own = [u.critic for u in updates if u.critic is not None]
+    tally = sum((u.tally for u in (*updates, *own)), Tally())
+    return {
+        "value/loss": tally.value_loss / len(updates) if tally.values else None,
+        "value/clipped": tally.clip_values,
+        "value/mean": fit.value if fit else None,
+        "value/outcome": fit.outcome if fit else None,
+        "value/explained_variance": fit.explained if fit else None,
+        "value/grad_norm": fmean(u.grad_norm for u in own) if own else None,
+        "value/learning_rate": own[-1].learning_rate if own else None,
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo import config
-from gspo.algorithms.losses import PolicyInputs, Tally, policy_loss
+from gspo.algorithms.losses import Tally
 from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
@@ -27,37 +27,13 @@ from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.routing import Routed, Routers, Routing, routers_of
+from gspo.models.values import ValueHead
+from gspo.objectives import Objective, Read, policy_objective, value_term
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
 
-Objective = Callable[[Tensor, Tensor, Batch, Microbatch], tuple[Tensor, Tally]]
-"""(logprob_N, entropy_N, batch, micro-batch) -> loss and tally of the micro-batch; losses of a batch add up."""
-
-
-def policy_objective(row: Algorithm) -> Objective:
-    """The policy gradient of a row of the table."""
-
-    def objective(logprob_N: Tensor, entropy_N: Tensor, batch: Batch, micro: Microbatch) -> tuple[Tensor, Tally]:
-        del entropy_N
-        assert batch.advantage_N is not None
-        assert batch.weight_N is not None
-        n = micro.trained
-        # Without an old pass the weights of this very forward are the old policy.
-        old_N = logprob_N.detach() if batch.old_logprob_N is None else batch.old_logprob_N[n]
-        inputs = PolicyInputs(
-            logprob_N=logprob_N,
-            old_logprob_N=old_N,
-            rollout_logprob_N=batch.rollout_logprob_N[n],
-            reference_logprob_N=None if batch.reference_logprob_N is None else batch.reference_logprob_N[n],
-            advantage_N=batch.advantage_N[n],
-            weight_N=batch.weight_N[n],
-            sequence_N=batch.sequence_N[n] - micro.sequence.start,
-            sequences=micro.sequences,
-        )
-        return policy_loss(inputs, row)
-
-    return objective
+__all__ = ["Learner", "Objective", "cast", "policy_objective", "schedule"]
 
 
 @dataclass
@@ -65,7 +41,8 @@ class Learner:
     """The trained weights, their optimizer, and the passes over batches."""
 
     noun: ClassVar[str] = "log-probability"
-    """What is read off at the trained tokens: for messages."""
+    """What `Read.logprob_N` holds, and below which key sets its step size: for messages."""
+    rate_key: ClassVar[str] = "optimizer.learning_rate"
 
     model: nn.Module
     """Causal language model with a policy head; float32 or better on arrival, the working copy afterwards."""
@@ -78,6 +55,12 @@ class Learner:
     compute_dtype: torch.dtype = torch.float32
     reference: nn.Module | None = None
     """Frozen starting policy, if the row has a KL term."""
+    critic: config.Critic | None = None
+    """What a critic's values are used for, if the row takes its advantages from them: then one of the next two."""
+    values: Callable[[Batch], Tensor] | None = None
+    """Values [N] of a placed batch, by a critic with a learner of its own."""
+    value_head: ValueHead | None = None
+    """A critic on this model's layers, trained with it."""
     updates: int = 0
     """Optimizer updates done."""
 
@@ -94,6 +77,8 @@ class Learner:
         if not trainable:
             raise RunError("no parameter of the model is trainable")
         self.masters = self._make_masters(trainable)
+        if self.value_head is not None:  # it is float32 or better, and no part of the model that is saved and sampled
+            self.masters |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
         s = self.settings
         # fused: AdamW defaults to a Python loop over tensors on CPU.
         self.optimizer = torch.optim.AdamW(
@@ -130,7 +115,8 @@ class Learner:
         """
         moved = [self.placed(batch) for batch in batches]
         passed = within_memory(lambda: [self._with_passes(i, batch) for i, batch in enumerate(moved)])
-        return weigh(passed, self.row, self.max_new_tokens, torch.promote_types(self.compute_dtype, torch.float32))
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
+        return weigh(passed, self.row, self.max_new_tokens, wide, self.critic)
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on the devices of the model and of the maths."""
@@ -139,6 +125,8 @@ class Learner:
     def _with_passes(self, update: int, batch: Batch) -> Batch:
         kl_in_reward = self.row.needs_reference and self.row.kl_in == "reward"
         passed = self._with_old(batch) if self._needs_old(update) or kl_in_reward else batch
+        if self.values is not None:
+            passed = replace(passed, value_N=self.values(batch))
         if self.reference is None:
             return passed
         # With its own experts: it is compared with, not trained.
@@ -148,9 +136,15 @@ class Learner:
     def _with_old(self, batch: Batch) -> Batch:
         routings = [routing_of(self._routers, self.row, batch, micro) for micro in batch.plan]
         pairs = zip(batch.plan, routings, strict=True)
-        logprob_N = torch.cat([self._forward(self.model, batch, micro, routing)[0] for micro, routing in pairs])
+        reads = [self._forward(self.model, batch, micro, routing) for micro, routing in pairs]
         routes = [routing.chosen() for routing in routings if routing is not None]
-        return replace(batch, old_logprob_N=logprob_N, old_routes_TLK=torch.cat(routes) if routes else None)
+        value_N = [read.value_N for read in reads if read.value_N is not None]
+        return replace(
+            batch,
+            old_logprob_N=torch.cat([read.logprob_N for read in reads]),
+            old_routes_TLK=torch.cat(routes) if routes else None,
+            value_N=torch.cat(value_N) if value_N else None,
+        )
 
     def recut(self, batches: Batches, annotated: list[Batch]) -> list[Batch]:
         """The annotated updates under the micro-batch plan of `batches`, which hold the same rollouts."""
@@ -161,8 +155,8 @@ class Learner:
         reads_old = row.anchor == "old" or row.gate == "minirl" or row.needs_reference
         replays_old = row.routing == "old" and self._routers is not None
         again = update > 0 or row.epochs > 1
-        # The mismatch that a band is sized from, and the loads of the experts, are known before the first micro-batch.
-        before = row.sizes_band or (row.load_balance > 0 and self._routers is not None)
+        # The mismatch that a band is sized from, the loads of the experts, and values are known before the first micro-batch.
+        before = row.sizes_band or self.value_head is not None or (row.load_balance > 0 and self._routers is not None)
         return before or (again and (reads_old or replays_old))
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -209,13 +203,17 @@ class Learner:
         sums, load_LE = _Sums(), load(self._routers, self.row, batch)
         for micro in batch.plan:
             routing = routing_of(self._routers, self.row, batch, micro)
-            logprob_N, entropy_N = self._forward(self.model, batch, micro, routing)
+            logprob_N, entropy_N, value_N = self._forward(self.model, batch, micro, routing)
             fresh = batch.old_logprob_N is None and self._fresh  # still the weights that the answers were sampled with
             if fresh:
                 sums.parity += parity_of(logprob_N.detach(), batch, micro)
             if routing is not None:
                 sums.routes += compared(routing, batch, micro, at_rollout_weights=fresh)
             loss, tally = objective(logprob_N, entropy_N, batch, micro)
+            if value_N is not None:
+                assert self.critic is not None
+                value_loss, of_values = value_term(value_N, batch, micro, self.critic.value_clip)
+                loss, tally = loss + self.critic.coefficient * value_loss, tally + of_values
             if routing is not None and load_LE is not None:
                 uneven = imbalance(routing, load_LE, batch, micro).to(loss)
                 loss = loss + self.row.load_balance * uneven
@@ -231,11 +229,10 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    def _read(
-        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
-    ) -> tuple[Tensor, Tensor]:
+    def _read(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
-        return trained_logprobs(
+        shared = self.value_head if model is self.model else None
+        read_N = trained_logprobs(
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
@@ -243,23 +240,22 @@ class Learner:
             source_N=batch.source_N[micro.trained] - micro.token.start,
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,
+            values=None if shared is None else shared.of,
         )
+        return Read(*read_N)
 
-    def _forward(
-        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
-    ) -> tuple[Tensor, Tensor]:
-        logprob_N, entropy_N = self._read(model, batch, micro, routing)
-        logprob_N, entropy_N = logprob_N.to(self._maths), entropy_N.to(self._maths)
-        finite_N = logprob_N.isfinite()
+    def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
+        read = self._read(model, batch, micro, routing).to(self._maths)
+        finite_N = read.logprob_N.isfinite() if read.value_N is None else (read.logprob_N + read.value_N).isfinite()
         if not finite_N.all():
             k = int(batch.sequence_N[micro.trained][~finite_N][0])
             ordinal, index, prompt_row = batch.key_R[int(batch.rollout_S[k])]
             raise RunError(
                 f"the {self.noun} of a trained token is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
                 f"after {self.updates} updates. The weights have diverged, or the checkpoint holds values that are not finite; "
-                "lower optimizer.learning_rate, or look at this answer in rollouts/"
+                f"lower {self.rate_key}, or look at this answer in rollouts/"
             )
-        return logprob_N, entropy_N
+        return read
 
     def _parity_of_old_pass(self, batch: Batch) -> Parity:
         if batch.old_logprob_N is None:
@@ -271,7 +267,7 @@ class Learner:
         max_norm = self.settings.max_grad_norm
         grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else math.inf))
         if not math.isfinite(grad_norm):
-            raise RunError(f"the gradient is not finite after {self.updates} updates: lower optimizer.learning_rate")
+            raise RunError(f"the gradient is not finite after {self.updates} updates: lower {self.rate_key}")
         if grad_norm == 0.0 and tally.tokens_lost + tally.tokens_dropped < tally.tokens:
             raise RunError(
                 "no trainable weight changed: answers with different rewards gave a gradient of exactly zero. "

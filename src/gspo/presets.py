@@ -122,6 +122,10 @@ class Algorithm(BaseModel):
         _check_auto(self)
         _check_kl(self)
         _check_correction(self)
+        if self.needs_critic and self.ratio not in ("token", "sequence_token"):
+            raise ValueError(
+                f"ratio={self.ratio} has one advantage an answer, and advantage=gae gives one a token: use ratio=token, or sequence_token"
+            )
         if self.length_constant is not None and self.aggregation != "constant":
             raise ValueError(f"length_constant has no effect with aggregation={self.aggregation}")
         if (self.advantage_ddof, self.advantage_epsilon) != (1, 0.0) and not self.advantage.endswith("std"):
@@ -143,6 +147,11 @@ class Algorithm(BaseModel):
     @property
     def needs_reference(self) -> bool:
         return self.kl_coefficient > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """True if the advantages come from a critic's values, token by token, and no answer is compared with others."""
+        return self.advantage == "gae"
 
     @property
     def needs_signal(self) -> bool:
@@ -267,7 +276,10 @@ _ROWS: dict[str, dict[str, Any]] = {
         source="GRPO, arXiv 2402.03300 eq. 3, without its KL; bands and routing of the GSPO paper's baseline (2507.18071 section 5)",
         ratio="token", gate="clip", clip_low=0.2, clip_high=0.27, aggregation="sequence_mean", advantage="group_mean_std", routing="old",
     ),
-    "ppo": dict(source="PPO, arXiv 1707.06347 eq. 7", **_PPO_CLIP, aggregation="token_mean", advantage="gae"),
+    "ppo": dict(
+        source="PPO, arXiv 1707.06347 eq. 7, with its critic (eq. 9, 11-12); GAE, arXiv 1506.02438 eq. 16",
+        **_PPO_CLIP, aggregation="token_mean", advantage="gae",
+    ),
     "dr_grpo": dict(source="Dr. GRPO, arXiv 2503.20783 section 3.2", **_PPO_CLIP, aggregation="constant", advantage="group_mean"),
     "dapo": dict(
         source="DAPO, arXiv 2503.14476 eq. 8",

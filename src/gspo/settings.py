@@ -193,8 +193,12 @@ def fields(kind: type[AnyRun] = Run) -> Iterator[tuple[str, str]]:
 def default(key: str, kind: type[AnyRun] = Run) -> Any:
     """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`."""
     value: Any = dump(kind())
-    for part in key.split("."):
-        value = None if value is None else value[part]
+    sections = dict(_walk(kind, ""))
+    for depth, part in enumerate(parts := key.split("."), start=1):
+        value = value[part]
+        section = _section(sections[".".join(parts[:depth])]) if value is None and depth < len(parts) else None
+        if section is not None:  # a section that is null unless it is asked for: what it then has
+            value = section().model_dump(mode="json")
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gspo.algorithms.losses import Tally
 from gspo.algorithms.segments import segment_mean
+from gspo.algorithms.values import explained_variance
 from gspo.batch import Batch, Microbatch
 
 
@@ -99,6 +100,8 @@ class UpdateStats:
     routes: RouteChanges = RouteChanges()
     imbalance: float = 0.0
     """The load-balancing loss, without its weight; 0 if that is 0."""
+    critic: UpdateStats | None = None
+    """Of the same update of a critic with a learner of its own."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,27 @@ class WeightChange:
     """Share of weights that are not what they were."""
     relative: float
     """Norm of the change over the norm of the weights."""
+
+
+@dataclass(frozen=True)
+class ValueFit:
+    """What a critic said before a step, beside what came of it; means over the tokens in the loss."""
+
+    value: float
+    outcome: float
+    """Discounted sum of the rewards to come, KL term and penalty among them."""
+    explained: float | None
+    """Share of the variance of the outcomes; None where they do not differ."""
+
+
+def value_fit(batches: Sequence[Batch]) -> ValueFit | None:
+    """None without a critic, and without a batch."""
+    told = [(b.value_N, b.outcome_N, b.weight_N) for b in batches]
+    parts = [(v[w != 0], o[w != 0]) for v, o, w in told if v is not None and o is not None and w is not None]
+    if not parts:
+        return None
+    value_N, outcome_N = (torch.cat(part).double() for part in zip(*parts, strict=True))
+    return ValueFit(float(value_N.mean()), float(outcome_N.mean()), explained_variance(outcome_N, value_N))
 
 
 def changes(one_TLK: Tensor, other_TLK: Tensor, weight_T: Tensor) -> Changes:

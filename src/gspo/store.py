@@ -28,6 +28,8 @@ from gspo.types import Group
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
+CRITIC, CRITIC_MOMENTS = "critic.safetensors", "critic-optimizer.safetensors"
+"""A critic's weights, and the state of its optimizer if it has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,18 @@ class Progress:
     """Token budget that memory has left of the configured one; None: all of it."""
     ahead: int = 0
     """Steps whose answers have been sampled already."""
+    kl_coefficient: float | None = None
+    """What a KL term that is steered has come to; None: the configured one."""
+
+
+@dataclass(frozen=True)
+class CriticState:
+    """What a checkpoint keeps of a critic, by name."""
+
+    weights: dict[str, Tensor]
+    """float32 or better."""
+    moments: dict[str, Tensor]
+    """State of an optimizer of its own; empty if it has none."""
 
 
 class Store:
@@ -73,8 +87,9 @@ class Store:
         weights: dict[str, Tensor],
         moments: dict[str, Tensor],
         ahead: Sequence[Sequence[Group]] = (),
+        critic: CriticState | None = None,
     ) -> Path:
-        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and groups sampled ahead.
+        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, critic, and groups sampled ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -88,6 +103,9 @@ class Store:
             _declare_dtype(draft / "config.json", weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
+            if critic is not None:
+                save_file(critic.weights, draft / CRITIC)
+                save_file(critic.moments, draft / CRITIC_MOMENTS)
             if ahead:
                 write_ahead(draft, ahead)
             (draft / "state.json").write_text(
@@ -148,6 +166,7 @@ class Saved:
     """State of the optimizer by name."""
     about: dict[str, Any]
     """What run.yaml says that the run was started with."""
+    critic: CriticState | None = None
 
     @property
     def folder(self) -> Path:
@@ -164,7 +183,10 @@ def read_saved(folder: Path) -> Saved:
     """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
     checkpoint = latest(folder)
     moments = _moments(checkpoint / "optimizer.safetensors")
-    return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder))
+    critic = None
+    if (checkpoint / CRITIC).is_file():
+        critic = CriticState(_moments(checkpoint / CRITIC), _moments(checkpoint / CRITIC_MOMENTS))
+    return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder), critic)
 
 
 def read_about(folder: Path) -> dict[str, Any]:

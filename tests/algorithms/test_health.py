@@ -30,6 +30,8 @@ HEALTHY: dict[str, Any] = {
     "clip/tokens": 0.01,
     "anchor": "old",
     "ratio": "sequence",
+    "advantage": "group_mean_std",
+    "value/explained_variance": None,
     "weights/relative": 1e-4,
 }
 SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "groups/unjudged": 1, "updates/done": 0}
@@ -54,6 +56,18 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
             "unjudged",
             True,
             ["none of the 64", "crashed on 60", "no verdict on 4"],
+        ),
+        (
+            {**SILENT, "updates/done": 4, "advantage": "gae", "value/explained_variance": 0.42, "ratio": "token"},
+            "learning",
+            False,
+            ["64 of 64 answers were judged", "the critic knew 42%", "1.0% of the tokens clipped"],
+        ),
+        (
+            {**SILENT, "updates/done": 0, "advantage": "gae", "truncated/share": 1.0},
+            "left_out",
+            True,
+            ["64 of 64 answers were judged", "mask_truncated"],
         ),
         ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
         (

@@ -47,8 +47,13 @@ def _unjudged(m: Mapping[str, Any]) -> Verdict | None:
     )
 
 
+def _by_critic(m: Mapping[str, Any]) -> bool:
+    """True if an answer is measured by a critic's values: groups that agree then have a gradient like any other."""
+    return m.get("advantage") == "gae"
+
+
 def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
-    if m["groups/signal"]:
+    if m["groups/signal"] or _by_critic(m):
         return None
     causes = {
         "all right": m["groups/all_right"],
@@ -76,7 +81,7 @@ def _left_out(m: Mapping[str, Any]) -> Verdict | None:
         return None
     return Verdict(
         "left_out",
-        f"no update was made although {m['groups/signal']} of {m['groups/total']} groups carry signal: algorithm.mask_truncated leaves out answers "
+        f"no update was made although {_with_signal(m)}: algorithm.mask_truncated leaves out answers "
         f"that were cut, and {m['truncated/share']:.0%} were. Raise sampling.max_new_tokens",
         warning=True,
     )
@@ -105,6 +110,14 @@ def _truncated(m: Mapping[str, Any]) -> Verdict | None:
     )
 
 
+def _with_signal(m: Mapping[str, Any]) -> str:
+    if not _by_critic(m):
+        return f"{m['groups/signal']} of {m['groups/total']} groups carry signal"
+    explained = m["value/explained_variance"]
+    said = "" if explained is None else f", and the critic knew {explained:.0%} of how their rewards differ"
+    return f"{m['rollouts/judged']} of {m['rollouts/total']} answers were judged{said}"
+
+
 def _learning(m: Mapping[str, Any]) -> Verdict:
     silent = {
         "all right": m["groups/all_right"],
@@ -113,7 +126,7 @@ def _learning(m: Mapping[str, Any]) -> Verdict:
         "too few judged": m["groups/unjudged"],
     }
     why = ", ".join(f"{count} {cause}" for cause, count in silent.items() if count)
-    text = f"{m['groups/signal']} of {m['groups/total']} groups carry signal" + (f" ({why})" if why else "")
+    text = _with_signal(m) + (f" ({why})" if why and not _by_critic(m) else "")
     text += f"; weights moved by {m['weights/relative']:.1e} in {m['updates/done']} updates"
     if m["clip/band"] is None or m["updates/done"] < 2:
         return Verdict("learning", text)

@@ -55,6 +55,12 @@ class Tally:
     log_ratio_tokens_square: float = 0.0
     kl_sum: float = 0.0
     """Of k3 against the reference at each token, whatever estimator the loss uses, so that runs compare."""
+    values: int = 0
+    """Tokens whose value a critic was trained on: the denominator of `clip_values`."""
+    values_clipped: int = 0
+    """Of `values`, those whose gradient the clip of the value loss took."""
+    value_loss: float = 0.0
+    """Of the update, without a coefficient."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -76,6 +82,11 @@ class Tally:
     def clip_tokens(self) -> float:
         """Share of the tokens with a non-zero advantage that lost their gradient; 0 if there is none."""
         return self.tokens_lost / self.tokens if self.tokens else 0.0
+
+    @property
+    def clip_values(self) -> float | None:
+        """Share of the values that lost their gradient to the clip of the value loss; None without a critic."""
+        return self.values_clipped / self.values if self.values else None
 
     @property
     def std_log_ratio_rows(self) -> float:

@@ -83,14 +83,15 @@ def trained_logprobs(
     source_N: Tensor,
     target_N: Tensor,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
+    values: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probability and entropy [N], float32 (float64 in a float64 model), of `target_N` at temperature `temperature`.
 
-    `source_N` indexes T: the position whose hidden state predicts the target. Both results carry gradients.
+    `source_N` indexes T: the position whose hidden state predicts the target. All results carry gradients.
+    `values`: of hidden states [N, D], numbers [N], which are the third result: another head on the same forward.
     """
-    job = partial(_score, source_N=source_N, target_N=target_N, temperature=temperature)
-    logprob_N, entropy_N = _run(model, job, tokens_T, position_T, layout)
-    return logprob_N, entropy_N
+    job = partial(_score, source_N=source_N, target_N=target_N, temperature=temperature, values=values)
+    return tuple(run_head(model, job, tokens_T=tokens_T, position_T=position_T, layout=layout))
 
 
 def next_logits(
@@ -107,14 +108,16 @@ def next_logits(
     `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights.
     """
     with torch.no_grad():
-        return _run(model, partial(_predict, source_N=source_N, factor_VD=factor_VD), tokens_T, position_T, layout)
+        job = partial(_predict, source_N=source_N, factor_VD=factor_VD)
+        return run_head(model, job, tokens_T=tokens_T, position_T=position_T, layout=layout)
 
 
-def _run(
-    model: Any, job: Callable[[PolicyHead, Tensor], Tensor], tokens_T: Tensor, position_T: Tensor, layout: Layout
+def run_head(
+    model: Any, job: Callable[[Any, Tensor], Tensor], *, tokens_T: Tensor, position_T: Tensor, layout: Layout
 ) -> Tensor:
+    """What `job` makes of the hidden states [1, T, D] of one packed row, in the place of the model's armed head."""
     head = model.get_output_embeddings()
-    assert isinstance(head, PolicyHead), "install_head comes first"
+    assert hasattr(head, "armed"), "install_head comes first"
     with head.armed(job):
         out = model(
             input_ids=tokens_T[None], position_ids=position_T[None], attention_mask=None, use_cache=False, layout=layout
@@ -123,10 +126,18 @@ def _run(
     return logits
 
 
-def _score(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+def _score(
+    head: PolicyHead,
+    hidden: Tensor,
+    *,
+    source_N: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    values: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
     results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, Softmax(temperature, head.formulas))  # type: ignore[no-untyped-call]
-    return torch.stack(results)
+    return torch.stack(results if values is None else (*results, values(hidden_ND)))
 
 
 def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None) -> Tensor:

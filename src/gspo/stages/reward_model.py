@@ -27,6 +27,7 @@ from gspo.machine import give_pages_back
 from gspo.models.attention import Packed
 from gspo.models.routing import Routed, Routing
 from gspo.models.scorer import trained_scores
+from gspo.objectives import Read
 from gspo.stage_config import RewardRun
 from gspo.stages.calibration import reliability, write_calibration
 from gspo.stages.stage import Stage
@@ -59,11 +60,9 @@ def preference(margin_P: Tensor, centring: float, seen: list[Tensor]) -> Objecti
 class ScoreLearner(Learner):
     """A learner of a classifier's weights: what is read off is a score, which has no entropy."""
 
-    noun: ClassVar = "score"
+    noun = "score"
 
-    def _read(
-        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
-    ) -> tuple[Tensor, Tensor]:
+    def _read(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
         score_N = trained_scores(
             model,
@@ -72,7 +71,7 @@ class ScoreLearner(Learner):
             layout=packed if routing is None else Routed(packed, routing),
             source_N=batch.source_N[micro.trained] - micro.token.start,
         )
-        return score_N, torch.zeros_like(score_N)
+        return Read(score_N, torch.zeros_like(score_N))
 
 
 @dataclass(frozen=True)
