@@ -25,6 +25,7 @@ from gspo.errors import OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
+from gspo.models.lora import Reference, named_weights
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
@@ -72,8 +73,8 @@ class Learner:
     total_updates: int
     """Updates of the whole run: what `schedule` counts down to."""
     compute_dtype: torch.dtype = torch.float32
-    reference: nn.Module | None = None
-    """Frozen starting policy, if the row has a KL term."""
+    reference: nn.Module | Reference | None = None
+    """Frozen starting policy, if the row has a KL term; of an adapter, the model with the weights that it started from."""
     updates: int = 0
     """Optimizer updates done."""
 
@@ -161,7 +162,7 @@ class Learner:
         before = row.sizes_band or (row.load_balance > 0 and self._routers is not None)
         return before or (again and (reads_old or replays_old))
 
-    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logprobs(self, model: nn.Module | Reference, batch: Batch) -> Tensor:
         """Log-probabilities [N] of a placed batch under `model`, with its own experts and without gradients."""
         with torch.no_grad():
             return torch.cat([self._forward(model, batch, micro, None)[0] for micro in batch.plan])
@@ -228,7 +229,7 @@ class Learner:
         self.model.zero_grad()
 
     def _forward(
-        self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None
+        self, model: nn.Module | Reference, batch: Batch, micro: Microbatch, routing: Routing | None
     ) -> tuple[Tensor, Tensor]:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
         logprob_N, entropy_N = trained_logprobs(
@@ -293,9 +294,9 @@ class Learner:
     # -------------------------------------------------------------------------- after the last update
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the working copy, for the engine; the next update starts from them."""
+        """Names (of a plain checkpoint) and tensors of the working copy, adapters merged; the next update starts from them."""
         self._fresh = True
-        return ((name, p.detach()) for name, p in self.model.named_parameters())
+        return named_weights(self.model)
 
     def change(self) -> WeightChange:
         """How far the masters moved since this was last asked."""

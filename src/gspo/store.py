@@ -23,6 +23,7 @@ from gspo import __version__, config, settings
 from gspo.ahead import write_ahead
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
+from gspo.models.lora import adapter_of
 from gspo.types import Group
 
 FORMAT = 1
@@ -73,7 +74,8 @@ class Store:
         moments: dict[str, Tensor],
         ahead: Sequence[Sequence[Group]] = (),
     ) -> Path:
-        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and groups sampled ahead.
+        """Write checkpoints/<step>: weights as transformers loads them (of an adapter, it alone, as peft does), moments,
+        progress, and groups sampled ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -82,9 +84,7 @@ class Store:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
-            with without_progress_bars():
-                model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
-            _declare_dtype(draft / "config.json", weights)
+            _write_weights(draft, model, weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
             if ahead:
@@ -156,7 +156,7 @@ class Saved:
     @property
     def model(self) -> dict[str, Any]:
         """Keys of the model section that name the checkpoint's weights."""
-        return {"name": str(self.checkpoint), "revision": None}
+        return {"name": str(self.checkpoint), "revision": None, "lora": None}
 
 
 def read_saved(folder: Path) -> Saved:
@@ -222,6 +222,16 @@ def change_steps(folder: Path, steps: int) -> int:
     )
     draft.replace(path)
     return before
+
+
+def _write_weights(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
+    adapter = adapter_of(model)
+    if adapter is not None:
+        adapter.save(folder, weights)
+        return
+    with without_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(weights))  # it empties the dict that it is given
+    _declare_dtype(folder / "config.json", weights)
 
 
 def _declare_dtype(path: Path, weights: dict[str, Tensor]) -> None:

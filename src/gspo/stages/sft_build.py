@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo import presets, store
-from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start
+from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start, with_learning_rate
 from gspo.config import Sft
 from gspo.console import Console
 from gspo.engines.local import LocalEngine
@@ -116,6 +116,7 @@ def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     for note in inputs.notes:
         console.say(f"note: {note}")
     policy, threads = open_policy(run, saved, console)
+    run = with_learning_rate(run, policy, console)
     inputs = _with_ends(inputs, policy)
     learner = _learner(run, steps, policy)
     engine = LocalEngine(policy, run.sampling, run.seed) if inputs.reward is not None else None
