@@ -29,7 +29,9 @@ def measured(side: str, words: list[str]) -> str:
         lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
         saved = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*.safetensors"))
     last = lines[-1]
-    seconds = {phase: median(line.get(f"time/{phase}", 0.0) for line in lines) for phase in ("rollout", "old", "update")}
+    seconds = {
+        phase: median(line.get(f"time/{phase}", 0.0) for line in lines) for phase in ("rollout", "old", "update")
+    }
     return (
         f"{side}: peak {usage.ru_maxrss / 1e6:.2f} GB; checkpoint {saved / 1e6:.1f} MB; "
         + ", ".join(f"{phase} {s:.1f} s" for phase, s in seconds.items())

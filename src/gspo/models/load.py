@@ -95,7 +95,7 @@ def load_policy(model: config.Model, seed: int = 0) -> Policy:
     adapter = ""
     if asked.adapted:
         put = lora.adapt(hf, asked, base=_reloadable(asked.base, hf), sha256=source.sha256, seed=seed)
-        adapter = f"; trained: {_count(sum(p.numel() for p in hf.parameters() if p.requires_grad))} of a {put.words}"
+        adapter = f"; trained: {_count(sum(p.numel() for p in hf.parameters() if p.requires_grad))}, {put.words}"
     _prepare(hf, model.name)
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:

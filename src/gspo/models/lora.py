@@ -45,7 +45,7 @@ class Asked:
     start: Path | None
     """Folder of the adapter to go on from."""
     settings: config.Lora | None
-    """None with a `start`: the folder says it all."""
+    """None if no key of it is set, as where a folder was named as the model."""
 
     @property
     def adapted(self) -> bool:
