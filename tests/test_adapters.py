@@ -68,7 +68,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(name: str, dtype: str
     shutil.rmtree(cut / "checkpoints" / "00000006")
     gspo.train(resume=cut, reward=digits)
     require_equal(whole, cut)
-    assert lines(whole)[-1]["kl"] > 0
+    assert lines(whole)[-1]["kl/mean"] > 0
 
 
 def test_a_checkpoint_is_the_adapter_alone_and_a_start_for_the_next_run(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_the_adapter_alone_and_a_start_for_the_next_run(tmp_path
     base, start, end = (lora.read(folder)[0] for folder in (last(first), last(first), last(second)))
     assert start.keys() == end.keys() == base.keys()
     assert any(not torch.equal(start[key], end[key]) for key in start)
-    assert lines(second)[0]["kl"] < lines(second)[-1]["kl"]
+    assert lines(second)[0]["kl/mean"] < lines(second)[-1]["kl/mean"]
     cut = tmp_path / "cut"
     shutil.copytree(second, cut, symlinks=True)
     shutil.rmtree(cut / "checkpoints" / "00000004")
@@ -96,7 +96,7 @@ def test_evaluation_takes_an_adapters_folder(tmp_path: Path) -> None:
     )
     words = [f"model.name={folder / 'best'}", "model.lora=null"]
     found = list(evaluate_model(settings.load(folder / "run.yaml", words)))
-    assert f"avg@1: {lines(folder)[-1]['eval/reward']:.3f}" in found[1]
+    assert f"avg@1: {lines(folder)[-1]['eval/reward']:.3f}" in "\n".join(found)
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:

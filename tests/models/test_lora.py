@@ -19,7 +19,7 @@ from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.engines.rounding import rounded
 from gspo.errors import InputError
-from gspo.learner import Learner, policy_objective
+from gspo.learner import Learner, cast, policy_objective
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
 from gspo.models.packing import PackedWeights
@@ -27,6 +27,8 @@ from gspo.presets import PRESETS
 from gspo.types import Group, Prompt, Reward
 
 NAMES = ["random-dense", "random-moe"]
+EXACT = {"random-dense": 1e-10, "random-moe": 1e-6}
+"""How near two ways to compute the same come in float64: routers take their softmax in float32."""
 ROW = PRESETS["grpo"].model_copy(update={"updates_per_step": 1, "routing": "off"})
 
 
@@ -94,6 +96,14 @@ def learner_of(policy: Policy, row: Any = ROW, rate: float = 1e-2, **keys: Any) 
     )
 
 
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    """Of a few tokens, by the attention of transformers."""
+    model.set_attn_implementation("sdpa")
+    found: Tensor = model(input_ids=torch.arange(5, 17)[None], use_cache=False).logits
+    return found
+
+
 def logprobs_one_at_a_time(model: Any, groups: list[Group]) -> list[Tensor]:
     """Of every answer, by the model's own logits."""
     found = []
@@ -118,17 +128,17 @@ def test_values_and_gradients_are_pefts_own_one_sequence_at_a_time(
     learner = learner_of(policy)
     (batch,) = learner.annotate(make_batches(groups, ROW, 10_000))
     expected = logprobs_one_at_a_time(peft, groups)
-    torch.testing.assert_close(learner.logprobs(policy.model, batch), torch.cat(expected), rtol=0, atol=1e-10)
+    torch.testing.assert_close(learner.logprobs(policy.model, batch), torch.cat(expected), rtol=0, atol=EXACT[name])
 
     learner._accumulate(batch, policy_objective(ROW))
     assert batch.advantage_R is not None
     terms = [a * each.mean() for a, each in zip(batch.advantage_R, expected, strict=True)]
     (-torch.stack(terms).mean()).backward()
-    own = {name.removeprefix("base_model.model."): p.grad for name, p in peft.named_parameters() if p.requires_grad}
+    own = {key.removeprefix("base_model.model."): p.grad for key, p in peft.named_parameters() if p.requires_grad}
     assert learner.masters.keys() == own.keys()
     for key, master in learner.masters.items():
         assert master.grad is not None
-        torch.testing.assert_close(master.grad, own[key], rtol=1e-8, atol=1e-12, msg=key)
+        torch.testing.assert_close(master.grad, own[key], rtol=100 * EXACT[name], atol=EXACT[name], msg=key)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,7 +149,7 @@ def test_merged_and_unmerged_give_the_same_log_probabilities(name: str) -> None:
     learner = learner_of(policy)
     (batch,) = learner.annotate(make_batches(groups, ROW, 10_000))
     unmerged_N = learner.logprobs(policy.model, batch)
-    assert (unmerged_N - batch.rollout_logprob_N).abs().max() < 1e-6  # kept in float32
+    assert (unmerged_N - batch.rollout_logprob_N).abs().max() < 1e-5  # kept in float32
     plain = load_policy(config.Model(name=name, dtype="float64"))
     norms.in_float64(plain.model)
     assert (learner.logprobs(plain.model, batch) - unmerged_N).abs().max() > 1e-2, "the adapter counts"
@@ -148,7 +158,7 @@ def test_merged_and_unmerged_give_the_same_log_probabilities(name: str) -> None:
         for place, w in learner.weights():
             own.pop(place).copy_(w)
     assert not own, "every weight of a plain checkpoint is there, by its name"
-    torch.testing.assert_close(learner.logprobs(plain.model, batch), unmerged_N, rtol=0, atol=1e-10)
+    torch.testing.assert_close(learner.logprobs(plain.model, batch), unmerged_N, rtol=0, atol=EXACT[name])
 
 
 def test_the_merge_is_rounded_once() -> None:
@@ -183,11 +193,10 @@ def test_a_rounded_engine_answers_with_the_rounded_merged_weights(name: str) -> 
 def test_nothing_of_a_merge_stays() -> None:
     policy = adapted()
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    ids = torch.arange(5, 17)[None]
-    unmerged = nn.Module.__call__(policy.model, input_ids=ids, use_cache=False).logits.clone()
+    unmerged = logits_of(policy.model)
     with PackedWeights(policy.model):
-        inside = policy.model(input_ids=ids, use_cache=False).logits.clone()
-    assert torch.equal(policy.model(input_ids=ids, use_cache=False).logits, unmerged)
+        inside = logits_of(policy.model)
+    assert torch.equal(logits_of(policy.model), unmerged)
     assert not torch.equal(inside, unmerged)
     torch.testing.assert_close(inside, unmerged, rtol=0, atol=1e-10)
     assert all(torch.equal(before[name], p) for name, p in policy.model.state_dict().items())
@@ -246,7 +255,8 @@ def test_the_kl_from_the_reference_is_zero_at_the_start(name: str, fresh: bool, 
     assert batch.reference_logprob_N is not None
     assert torch.equal(again.reference_logprob_N, batch.reference_logprob_N), "it stands still"
     assert learner.update(again, policy_objective(row)).tally.kl > 1e-9
-    base = load_policy(model.model_copy(update={"lora": None})).model.to(policy.compute_dtype)
+    base = load_policy(config.Model(name=name, dtype=dtype)).model  # type: ignore[arg-type]
+    cast(base, policy.compute_dtype)
     gap = float((learner.logprobs(base, batch) - batch.reference_logprob_N).abs().max())
     assert gap < 1e-6 if fresh else gap > 1e-2, gap
 
@@ -268,15 +278,14 @@ def test_an_adapters_folder_is_a_model_and_says_its_base(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", NAMES)
 def test_a_merged_model_is_a_plain_checkpoint(name: str, tmp_path: Path) -> None:
     policy = adapted(name, "float32")
-    ids = torch.arange(5, 17)[None]
-    unmerged = policy.model(input_ids=ids, use_cache=False).logits
+    unmerged = logits_of(policy.model)
     merged = lora.merge(load_policy(config.Model(name=saved(policy, tmp_path / "adapter"), dtype="float32")).model)
     merged.save_pretrained(tmp_path / "merged")
     policy.tokenizer.save_pretrained(tmp_path / "merged")
     assert not [key for key in load_file(tmp_path / "merged" / "model.safetensors") if "lora" in key or "base" in key]
     plain = load_policy(config.Model(name=str(tmp_path / "merged"), dtype="float32"))
     assert lora.adapter_of(plain.model) is None
-    torch.testing.assert_close(plain.model(input_ids=ids, use_cache=False).logits, unmerged, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(plain.model), unmerged, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
