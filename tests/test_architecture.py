@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 import gspo
 from gspo import settings
@@ -24,7 +26,7 @@ ORDER = [
     "job", "build", "loop", "view", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-HEAVY = ("torch", "transformers", "datasets")
+HEAVY = ("torch", "transformers", "datasets", "peft")
 
 
 def room(path: Path) -> str:
@@ -102,8 +104,23 @@ def test_a_fake_engine_package_on_the_path_changes_nothing(tmp_path: Path) -> No
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def _optional_sections(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Sections that are null unless they are asked for: their keys cost a reader nothing before."""
+    for name, field in kind.model_fields.items():
+        sections = [
+            a
+            for a in (field.annotation, *get_args(field.annotation))
+            if isinstance(a, type) and issubclass(a, BaseModel)
+        ]
+        if sections and field.default is None:
+            yield f"{prefix}{name}."
+        elif sections:
+            yield from _optional_sections(sections[0], f"{prefix}{name}.")
+
+
 def test_every_key_has_a_doc_line_and_there_are_few() -> None:
     for kind in (Run, Sft, RewardRun):
         keys = list(settings.fields(kind))
-        assert len(keys) <= 90
+        optional = tuple(_optional_sections(kind))
+        assert len([name for name, _ in keys if not name.startswith(optional)]) <= 80
         assert not [name for name, doc in keys if not doc]

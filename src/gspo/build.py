@@ -29,6 +29,7 @@ from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast, policy_objective
 from gspo.machine import set_threads
+from gspo.models import lora
 from gspo.models.load import Policy, load_policy
 from gspo.models.routing import routers_of, unknown_router
 from gspo.stage_config import AnyRun, RewardRun, Sft
@@ -65,6 +66,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         console.say(f"note: {note}")
     require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
+    run = with_learning_rate(run, policy, console)
     _require_room(policy.model, "model", inputs, run)
     _require_routers(policy, run)
     critic = open_critic(run, policy, saved)
@@ -110,14 +112,36 @@ def require_same_data(saved: store.Saved | None, sha256: str) -> None:
 
 
 def open_policy(
-    run: AnyRun, saved: store.Saved | None, console: Console, load: Callable[[Model], Policy] = load_policy
+    run: AnyRun, saved: store.Saved | None, console: Console, load: Callable[..., Policy] = load_policy
 ) -> tuple[Policy, int]:
     """The policy, with the weights of the checkpoint to go on from if there is one, and the number of threads."""
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
     threads = set_threads(run.threads if saved is None else saved.about["threads"])
-    policy = load(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
+    model = run.model if saved is None else Model(**{**dict(run.model), **saved.model})
+    policy = load(model, seed=run.seed)  # of a fresh adapter
     console.say(f"{policy.announcement}; {threads} threads")
     return policy, threads
+
+
+def with_learning_rate(run: R, policy: Policy, console: Console) -> R:
+    """The run with the learning rate that an adapter has by default, if it has one and none was set; says so.
+
+    A rate that is far below, as one that was meant for all weights, is remarked upon.
+    """
+    if lora.adapter_of(policy.model) is None:
+        return run
+    full = type(run.optimizer).model_fields["learning_rate"].default
+    width = policy.model.config.get_text_config().hidden_size
+    rate = lora.learning_rate(full, width)
+    why = f"10 times the {full:g} of all weights, times (2000 / {width})^0.5 for the model's width, see docs/lora.md"
+    if "learning_rate" not in run.optimizer.model_fields_set:
+        console.say(f"optimizer.learning_rate={rate:g}, which is the adapter's default: {why}")
+        return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"learning_rate": rate})})
+    if run.optimizer.learning_rate < rate / 5:
+        console.say(
+            f"note: optimizer.learning_rate={run.optimizer.learning_rate:g} is set, and is low for an adapter, whose default here is {rate:g} ({why})"
+        )
+    return run
 
 
 def start(run: AnyRun, folder: Path, about: dict[str, Any]) -> Progress:
@@ -207,8 +231,7 @@ def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
 def _learner(run: Run, policy: Policy, critic: Critic | None) -> Learner:
     reference = None
     if run.algorithm.needs_reference:
-        reference = load_policy(run.model).model.requires_grad_(False)
-        cast(reference, policy.compute_dtype)
+        reference = _reference(run, policy)
     return Learner(
         model=policy.model,
         row=run.algorithm,
@@ -222,6 +245,15 @@ def _learner(run: Run, policy: Policy, critic: Critic | None) -> Learner:
         values=critic.own.values if critic is not None and critic.own is not None else None,
         value_head=critic.head if critic is not None and critic.own is None else None,
     )
+
+
+def _reference(run: Run, policy: Policy) -> Any:
+    """The policy that the run started from; a resumed one, too."""
+    if lora.adapter_of(policy.model) is not None:
+        return lora.Reference(policy.model, lora.asked(run.model).start)
+    reference = load_policy(run.model).model.requires_grad_(False)
+    cast(reference, policy.compute_dtype)
+    return reference
 
 
 def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:

@@ -188,7 +188,7 @@ def evaluate(
     words: Words = None,
 ) -> None:
     machine.prepare()
-    run = settings.load(recipe, [*(words or []), f"model.name={model}"])
+    run = settings.load(recipe, [*(words or []), f"model.name={model}", "model.lora=null"])
 
     from gspo.build import evaluate_model
 

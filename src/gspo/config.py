@@ -24,12 +24,26 @@ from gspo.presets import Algorithm
 from gspo.section import Section
 
 
+class Lora(Section):
+    """A low-rank adapter that is trained in the place of the model's weights; without dropout."""
+
+    shorthand = "rank"
+    rank: int | None = Field(default=None, gt=0)
+    """Width of the adapter's matrices A and B; null: 16, or that of `start`."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The adapter adds alpha / rank times B A; null: 32, or that of `start`."""
+    targets: Annotated[tuple[str, ...] | None, BeforeValidator(lambda value: _names(value))] = None
+    """Ends of the names of the layers, or stacked experts, that it is on, as in q_proj,v_proj; null: all-linear, every linear layer but the output layer, and the experts; or those of `start`."""
+    start: str | None = None
+    """Folder of an adapter to go on from; null: a fresh one, which changes nothing before it is trained."""
+
+
 class Model(Section):
     """The policy."""
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder, GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
+    """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Numbers of forward, backward and engine; masters are float32 or better. auto: bfloat16 where the processor multiplies it natively, else float32."""
     device: str = "auto"
@@ -40,6 +54,8 @@ class Model(Section):
     """Fuse norms, gates and log-probabilities by torch.compile, which takes seconds once; null: for 50 million parameters and more, where it works."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
+    lora: Lora | None = None
+    """Train an adapter (LoRA) instead of all weights: `model.lora=16` sets its rank."""
 
 
 class Data(Section):
@@ -139,7 +155,7 @@ class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Step size after warm-up."""
+    """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -261,6 +277,13 @@ def _rules(value: Any) -> tuple[Any, ...]:
     if not rules:
         raise ValueError("an empty list; name at least one rule")
     return rules
+
+
+def _names(value: Any) -> Any:
+    """Names with commas between them, as on the command line, or a list."""
+    if not isinstance(value, str):
+        return value
+    return tuple(name.strip() for name in value.strip("[]").split(","))
 
 
 def _algorithm(value: Any) -> Any:

@@ -23,6 +23,7 @@ from gspo.batch import Batch, Microbatch
 from gspo.config import Run
 from gspo.errors import InputError
 from gspo.learner import Learner
+from gspo.models import lora
 from gspo.models.attention import Packed
 from gspo.models.load import Policy, load_policy, load_tokenizer
 from gspo.models.routing import Routing
@@ -100,9 +101,9 @@ def require_vocabulary(run: Run) -> None:
 
 def _critic_model(run: Run) -> config.Model:
     assert run.critic is not None
-    if run.critic.model is None:
-        return run.model
-    return run.model.model_copy(update={"name": run.critic.model, "revision": None})
+    # Every weight of a critic is trained, also where the policy has an adapter.
+    base = lora.asked(run.model).base.model_copy(update={"lora": None})
+    return base if run.critic.model is None else base.model_copy(update={"name": run.critic.model})
 
 
 def open_critic(run: Run, policy: Policy, saved: store.Saved | None) -> Critic | None:

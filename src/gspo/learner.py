@@ -26,6 +26,7 @@ from gspo.errors import OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
+from gspo.models.lora import Reference, named_weights
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.models.values import ValueHead
 from gspo.objectives import Objective, Read, policy_objective, value_term
@@ -159,7 +160,7 @@ class Learner:
         before = row.sizes_band or self.value_head is not None or (row.load_balance > 0 and self._routers is not None)
         return before or (again and (reads_old or replays_old))
 
-    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logprobs(self, model: nn.Module | Reference, batch: Batch) -> Tensor:
         """Log-probabilities [N] of a placed batch under `model`, with its own experts and without gradients."""
         with torch.no_grad():
             return torch.cat([self._forward(model, batch, micro, None)[0] for micro in batch.plan])
@@ -298,9 +299,9 @@ class Learner:
     # -------------------------------------------------------------------------- after the last update
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the working copy, for the engine; the next update starts from them."""
+        """Names (of a plain checkpoint) and tensors of the working copy, adapters merged; the next update starts from them."""
         self._fresh = True
-        return ((name, p.detach()) for name, p in self.model.named_parameters())
+        return named_weights(self.model)
 
     def change(self) -> WeightChange:
         """How far the masters moved since this was last asked."""

@@ -29,7 +29,7 @@ class SftOptimizer(Optimizer):
     """AdamW on float32 masters."""
 
     learning_rate: float = Field(default=2e-5, gt=0)
-    """Step size after warm-up."""
+    """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
 
 
 class SftEval(Eval):

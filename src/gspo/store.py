@@ -23,6 +23,7 @@ from gspo import __version__, settings
 from gspo.ahead import write_ahead
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
+from gspo.models.lora import adapter_of
 from gspo.stage_config import AnyRun
 from gspo.types import Group
 
@@ -89,7 +90,8 @@ class Store:
         ahead: Sequence[Sequence[Group]] = (),
         critic: CriticState | None = None,
     ) -> Path:
-        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, critic, and groups sampled ahead.
+        """Write checkpoints/<step>: weights as transformers loads them (of an adapter, it alone, as peft does), moments,
+        progress, critic, and groups sampled ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -98,9 +100,7 @@ class Store:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
-            with without_progress_bars():
-                model.save_pretrained(draft, state_dict=dict(weights))  # it empties the dict that it is given
-            _declare_dtype(draft / "config.json", weights)
+            _write_weights(draft, model, weights)
             tokenizer.save_pretrained(draft)
             save_file(moments, draft / "optimizer.safetensors")
             if critic is not None:
@@ -176,7 +176,7 @@ class Saved:
     @property
     def model(self) -> dict[str, Any]:
         """Keys of the model section that name the checkpoint's weights."""
-        return {"name": str(self.checkpoint)}
+        return {"name": str(self.checkpoint), "lora": None}
 
 
 def read_saved(folder: Path) -> Saved:
@@ -245,6 +245,16 @@ def change_steps(folder: Path, steps: int) -> int:
     )
     draft.replace(path)
     return before
+
+
+def _write_weights(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
+    adapter = adapter_of(model)
+    if adapter is not None:
+        adapter.save(folder, weights)
+        return
+    with without_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(weights))  # it empties the dict that it is given
+    _declare_dtype(folder / "config.json", weights)
 
 
 def _declare_dtype(path: Path, weights: dict[str, Tensor]) -> None:

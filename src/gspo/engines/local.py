@@ -29,6 +29,7 @@ from gspo.errors import InputError, RunError
 from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
+from gspo.models.lora import named_weights, without_adapter
 from gspo.models.packing import PackedWeights
 from gspo.models.routing import Routed, Routing, routers_of
 from gspo.types import Group, Rollout, Segment, Stop
@@ -56,6 +57,7 @@ class _Open:
 class LocalEngine:
     """Samples on `policy.model`, so that new weights need no transfer. One thread may use it.
 
+    An adapter's model is sampled from with merged weights, as an exported one would be (`PackedWeights`).
     With `weights` other than `same` (see `rounding.rounded`) it samples on a copy of the model, as large as the original.
     `record_routes`: keep the experts that a mixture-of-experts model used, L K bytes for each token computed. A model
     without experts, or whose routers are not known, has none to keep.
@@ -67,8 +69,9 @@ class LocalEngine:
         self.version = 0
         self._policy, self._sampling, self._seed, self._weights = policy, sampling, seed, weights
         if weights != "same":
-            self._policy = replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
-            self._copy(policy.model.named_parameters())
+            own = without_adapter(copy.deepcopy(policy.model)).requires_grad_(False)
+            self._policy = replace(policy, model=own)
+            self._copy(named_weights(policy.model))
         self._routers = routers_of(self._policy.model) if record_routes else None
         self._stop_ids = np.array(policy.stop_ids, dtype=np.int64)
         self._positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)

@@ -122,7 +122,8 @@ def _is_gated(module: nn.Module) -> bool:
     projections = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     activation = getattr(module, "act_fn", None)
     silu_like = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-    return silu_like and all(isinstance(p, nn.Linear) for p in projections)
+    plain = (getattr(p, "base_layer", p) for p in projections)  # under an adapter, if there is one
+    return silu_like and all(isinstance(p, nn.Linear) for p in plain)
 
 
 def _norm_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:

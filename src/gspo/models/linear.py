@@ -52,7 +52,8 @@ def install(model: nn.Module) -> None:
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled() or not _native(x):
+    # Not where no weight gradient is wanted, as under an adapter: the product keeps its input for that.
+    if not torch.is_grad_enabled() or not _native(x) or not module.weight.requires_grad:
         return linear(x, module.weight, module.bias)
     result: Tensor = _Linear.apply(x, module.weight)  # type: ignore[no-untyped-call]
     return result

@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
-from gspo.models import fused, heads, linear
+from gspo.models import fused, heads, linear, lora
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
@@ -63,8 +63,8 @@ class Policy:
     """One line for the console."""
 
 
-def load_policy(model: config.Model, checkpoint: Checkpoint | None = None) -> Policy:
-    """Load, check and prepare the model that `model` names.
+def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0) -> Policy:
+    """Load, check and prepare the model that `model` names, with its adapter if it has one; `seed` is of a fresh one.
 
     Tried in this order: built-in name, folder, GGUF file, hub id. Sampling values of the checkpoint's
     generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name.
@@ -75,7 +75,8 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None) -> Po
     """
     device = _device(model.device)
     compute = _compute_dtype(model.dtype, device)
-    checkpoint = checkpoint or find(model)
+    asked = lora.asked(model)
+    checkpoint = checkpoint or find(asked.base)
     hf, tokenizer = _checked(model, checkpoint.model), _checked(model, checkpoint.tokenizer)
     commit = getattr(hf.config, "_commit_hash", None)  # of a hub id
     source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, weights_sha256(hf))
@@ -90,15 +91,19 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None) -> Po
         raise InputError(
             f"model={model.name}: the tokenizer has {len(tokenizer)} tokens and the model {rows}: they do not belong together"
         )
+    parameters = sum(p.numel() for p in hf.parameters())
+    adapter = ""
+    if asked.adapted:
+        put = lora.adapt(hf, asked, base=_reloadable(asked.base, hf), sha256=source.sha256, seed=seed)
+        adapter = f"; trained: {_count(sum(p.numel() for p in hf.parameters() if p.requires_grad))}, {put.words}"
     _prepare(hf, model.name)
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
         _checkpoint_activations(hf, model.name)
-    parameters = sum(p.numel() for p in hf.parameters())
     fusing = _fuse(hf, model.compile, parameters, device)
     stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
     announcement = (
-        f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}); "
+        f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}){adapter}; "
         f"stored {stored}, computed {str(compute).removeprefix('torch.')}{fusing}, optimizer {stored}; on {device}"
     )
     return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement)
@@ -106,7 +111,15 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None) -> Po
 
 def load_tokenizer(model: config.Model) -> Any:
     """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
-    return _checked(model, find(model).tokenizer)
+    return _checked(model, find(lora.asked(model).base).tokenizer)
+
+
+def _reloadable(model: config.Model, hf: Any) -> str:
+    """The name by which an adapter's folder calls its base: a path or hub id where there is one, which peft can follow."""
+    path = Path(model.name).expanduser()
+    if model.name not in BUILTIN:
+        return str(path.resolve()) if path.exists() else model.name
+    return hf.name_or_path if hf.name_or_path and Path(hf.name_or_path).is_dir() else model.name
 
 
 # ------------------------------------------------------------------------------ finding it

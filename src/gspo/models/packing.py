@@ -1,6 +1,7 @@
-"""Weights in the order in which the processor multiplies them, for as long as they stay the same.
+"""Weights as sampling wants them, for as long as they stay the same: adapters merged, and in the order in which the
+processor multiplies them.
 
-In: a model whose weights stand still. Out: a context in which its linear layers read re-ordered copies. The local
+In: a model whose weights stand still. Out: a context in which its linear layers read such copies. The local
 engine makes one for a round of sampling, opens it around each forward, and drops it with the copies.
 """
 
@@ -13,44 +14,64 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from gspo.models.lora import adapted_layers, merged_weight, parameter_of
 
 
 class PackedWeights:
-    """Copies of the weights of all plain linear layers in bfloat16 on a CPU; of no layers if torch cannot.
+    """Copies of the weights of adapted layers, merged, and of all plain linear layers in bfloat16 on a CPU if torch can.
 
     oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
     product. The sums are those of the plain layer. Parameters, state dict and gradients are untouched, and so is a
-    forward outside the context.
+    forward outside the context. A merged weight in bfloat16 on a CPU costs nothing more, since a plain one is copied, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [m for m in model.modules() if type(m) is nn.Linear and _reordered(m.weight)]
+        adapted = [layer for _, layer in adapted_layers(model)]
+        inside = {id(m) for layer in adapted for m in layer.modules()}
         with torch.no_grad():
             # Not by assignment later on, which nn.Module makes slow.
-            self._forwards = [(layer.__dict__, _forward(layer)) for layer in layers] if layers and _works() else []
+            self._stand_ins = [
+                (m.__dict__, "forward", _forward(m.weight, m.bias))
+                for m in model.modules()
+                if type(m) is nn.Linear and id(m) not in inside and _reordered(m.weight) and _works()
+            ]
+            for layer in adapted:
+                self._stand_ins += _merged(layer)
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before = [attributes.get("forward") for attributes, _ in self._forwards]
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
+        self._before = [attributes.get(name) for attributes, name, _ in self._stand_ins]
+        for attributes, name, stand_in in self._stand_ins:
+            attributes[name] = stand_in
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for (attributes, _), before in zip(self._forwards, self._before, strict=True):
+        for (attributes, name, _), before in zip(self._stand_ins, self._before, strict=True):
             if before is None:
-                del attributes["forward"]
+                del attributes[name]
             else:
-                attributes["forward"] = before
+                attributes[name] = before
+
+
+def _merged(layer: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """What stands in for an adapted layer: the layer under it, with its merged weight."""
+    base, weight = layer.get_base_layer(), merged_weight(layer)
+    if not isinstance(base, nn.Linear):  # stacked experts: an attribute of theirs is found before the parameter
+        return [(base.__dict__, parameter_of(layer), weight), (layer.__dict__, "forward", base.__call__)]
+    if _reordered(weight) and _works():
+        return [(layer.__dict__, "forward", _forward(weight, base.bias))]
+    return [(layer.__dict__, "forward", partial(linear, weight=weight, bias=base.bias))]
 
 
 def _reordered(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
-def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return partial(_multiply, weight=torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()), bias=layer.bias)
+def _forward(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return partial(_multiply, weight=torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias=bias)
 
 
 def _multiply(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,7 +88,7 @@ def _works() -> bool:
     layer = nn.Linear(64, 48, dtype=torch.bfloat16)
     x = torch.linspace(-1, 1, 3 * 64, dtype=torch.bfloat16).view(1, 3, 64)
     try:
-        found = _forward(layer)(x)
+        found = _forward(layer.weight, layer.bias)(x)
     except (RuntimeError, TypeError):  # no bfloat16 in this processor's oneDNN, or other arguments
         return False
     return torch.allclose(found, layer(x), rtol=2**-6, atol=2**-6)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from gspo import config
 from gspo.errors import InputError
+from gspo.models import lora
 from gspo.models.attention import Layout
 from gspo.models.builtin import Checkpoint
 from gspo.models.load import Policy, complete, find, load_policy, weights_sha256, without_progress_bars
@@ -58,8 +59,12 @@ def load_scorer(model: config.Model) -> Policy:
     start is random. A classifier keeps its own.
 
     Raises:
-        InputError: as `load_policy`; a classifier of several classes; a family without a classifier in transformers.
+        InputError: as `load_policy`; an adapter; a classifier of several classes; a family without a classifier in transformers.
     """
+    if lora.asked(model).adapted:
+        raise InputError(
+            "model.lora: a reward model is saved as a classifier of its own, which an adapter's folder is not: train all its weights"
+        )
     checkpoint = find(model)
     trained = _classifier(checkpoint, model.name)
     if trained is not None:

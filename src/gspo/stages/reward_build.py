@@ -76,7 +76,8 @@ def build(
     folder, saved = opened(run, resume)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
 
-    def load(model: Model) -> Policy:
+    def load(model: Model, *, seed: int) -> Policy:
+        del seed  # nothing of a classifier's start is random
         policy = load_scorer(model)
         _as_shown(policy.tokenizer, run)
         _set_padding(policy, inputs)

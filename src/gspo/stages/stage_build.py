@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gspo import presets, store
-from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start
-from gspo.config import Model
+from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start, with_learning_rate
 from gspo.console import Console
 from gspo.errors import InputError
 from gspo.inputs import Row
@@ -81,7 +80,7 @@ class Prepared:
 
 
 def prepared(
-    run: AnyStage, inputs: StageInputs, saved: store.Saved | None, *, what: str, load: Callable[[Model], Policy]
+    run: AnyStage, inputs: StageInputs, saved: store.Saved | None, *, what: str, load: Callable[..., Policy]
 ) -> Prepared:
     """Say the plan and load the model. `what`: the rows in a word."""
     require_same_data(saved, inputs.sha256)
@@ -96,6 +95,7 @@ def prepared(
     for note in inputs.notes:
         console.say(f"note: {note}")
     policy, threads = open_policy(run, saved, console, load)
+    run = with_learning_rate(run, policy, console)
     return Prepared(run, policy, threads, console)
 
 
