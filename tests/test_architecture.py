@@ -19,7 +19,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
+    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
     "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

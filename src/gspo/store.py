@@ -21,9 +21,10 @@ from torch import Tensor
 
 from gspo import __version__, config, settings
 from gspo.ahead import write_ahead
+from gspo.drawing import Drawn
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
-from gspo.types import Group
+from gspo.tasks.sampler import Seen
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
@@ -50,6 +51,8 @@ class Progress:
     """Token budget that memory has left of the configured one; None: all of it."""
     ahead: int = 0
     """Steps whose answers have been sampled already."""
+    seen: tuple[Seen, ...] = ()
+    """What the sampler knows of the difficulty of prompts."""
 
 
 class Store:
@@ -71,9 +74,9 @@ class Store:
         tokenizer: Any,
         weights: dict[str, Tensor],
         moments: dict[str, Tensor],
-        ahead: Sequence[Sequence[Group]] = (),
+        ahead: Sequence[Drawn] = (),
     ) -> Path:
-        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and groups sampled ahead.
+        """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and what was drawn ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -184,7 +187,7 @@ def read_progress(checkpoint: Path) -> Progress:
             f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read"
         )
     try:
-        return Progress(**progress)
+        return Progress(**{**progress, "seen": tuple(Seen(**each) for each in progress.get("seen", ()))})
     except TypeError as error:
         raise _damaged(checkpoint / "state.json", error) from error
 

@@ -1,4 +1,4 @@
-"""The tasks that come with a name: `addition:1-9`, `sort:8`.
+"""The tasks that come with a name: `addition:1-9`, `sort:8`, `reasoning-gym:chain_sum`.
 
 In: the words of `data.source` or `eval.source`. Out: the task, if they name one. `tasks/data.py` calls `find`.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from gspo.errors import InputError
-from gspo.tasks import addition, sort
+from gspo.tasks import addition, gym, sort
 from gspo.tasks.task import Task
 
-TASKS: dict[str, Callable[[str], Task]] = {"addition": addition.parse, "sort": sort.parse}
-"""Name -> what reads the words after the colon."""
+TASKS: dict[str, Callable[[str], Task]] = {"addition": addition.parse, "sort": sort.parse, gym.NAME: gym.parse}
+"""Name -> what reads the words after the colon. How their answers are judged stands in `config.RULES_OF_TASKS`."""
 
 
 def find(source: str) -> Task | None:
