@@ -82,6 +82,8 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
         ["-c", "import gspo"],
         *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["lab"])),
         ["-m", "gspo.cli", "lab", "--list"],
+        ["-m", "gspo.cli", "tasks"],
+        ["-m", "gspo.cli", "tasks", "addition:1-9"],
     ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:

@@ -40,7 +40,12 @@ def test_the_answer_is_what_stands_in_the_last_tag_or_all_of_it(completion: str,
 
 
 def test_right_wrong_and_nearly_right_of_several_tasks() -> None:
-    given = [*rows("chain_sum", 1), *rows("spiral_matrix", 1), *rows("countdown", 1), *rows("polynomial_multiplication", 1)]
+    given = [
+        *rows("chain_sum", 1),
+        *rows("spiral_matrix", 1),
+        *rows("countdown", 1),
+        *rows("polynomial_multiplication", 1),
+    ]
     with scorer(["reasoning-gym"], given) as opened:
         for row in given:
             gold, tagged, wrong = values(judge(opened, row, row["answer"], f"so <answer>{row['answer']}</answer>", "?"))
@@ -78,7 +83,9 @@ def test_the_package_calls_eval_nowhere_else() -> None:
     found = set()
     root = Path(str(resources.files("reasoning_gym")))
     for path in root.rglob("*.py"):
-        if "contrib" not in path.parts and re.search(r"\b(eval|(?<!def )parse_expr|sympify)\((user_)?answer\b", path.read_text()):
+        if "contrib" not in path.parts and re.search(
+            r"\b(eval|(?<!def )parse_expr|sympify)\((user_)?answer\b", path.read_text()
+        ):
             found.add(".".join(path.relative_to(root).with_suffix("").parts))
     assert found == {*scores._EVAL, *scores._PARSE}
 
@@ -104,7 +111,8 @@ def test_a_scorer_that_fails_on_a_text_finds_no_answer_in_it() -> None:
 
 
 def test_other_rows_are_refused() -> None:
-    with pytest.raises(InputError, match="judges the rows of data=reasoning-gym:NAME"), scorer(
-        ["reasoning-gym"], [{"prompt": "x", "answer": "1"}]
+    with (
+        pytest.raises(InputError, match="judges the rows of data=reasoning-gym:NAME"),
+        scorer(["reasoning-gym"], [{"prompt": "x", "answer": "1"}]),
     ):
         pass

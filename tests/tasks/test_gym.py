@@ -155,7 +155,8 @@ def test_rows_are_shown_with_their_answers(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "part"), [("chain_sum", "reasoning-gym:chain_sum"), ("additoin:1-3", "addition:1-3"), ("xyz", "gspo tasks")]
+    ("words", "part"),
+    [("chain_sum", "reasoning-gym:chain_sum"), ("additoin:1-3", "addition:1-3"), ("xyz", "gspo tasks")],
 )
 def test_an_unknown_name_is_refused(words: str, part: str) -> None:
     with pytest.raises(InputError, match=part):
