@@ -13,6 +13,7 @@ import pytest
 
 from gspo import InputError
 from gspo.ahead import read_ahead, write_ahead
+from gspo.drawing import Drawn
 from gspo.models.load import Policy
 from gspo.types import Group, Reward, Segment, Status, Stop
 
@@ -47,12 +48,12 @@ def groups(policy: Policy, sampled: Sampled) -> list[Group]:
 
 
 def test_what_waits_comes_back_bit_for_bit(groups: list[Group], tmp_path: Path) -> None:
-    ahead = [groups[:2], groups[2:], groups[:1]]
+    ahead = [Drawn(groups[:2], tuple(groups[2:]), skipped=3), Drawn(groups[2:]), Drawn(groups[:1])]
     write_ahead(tmp_path, ahead)
     found = read_ahead(tmp_path, [g.prompt for g in groups], 3)
     assert same(found, ahead)
-    assert all(a.prompt is b.prompt for a, b in zip(found[0], groups, strict=False))
-    assert found[0][1].rollouts[0].segments[0].logprobs.flags.writeable
+    assert all(a.prompt is b.prompt for a, b in zip(found[0].groups, groups, strict=False))
+    assert found[0].groups[1].rollouts[0].segments[0].logprobs.flags.writeable
 
 
 def test_nothing_waiting_needs_no_file(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_nothing_waiting_needs_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_damage_is_named(damage: Callable[[Path], object], groups: list[Group], tmp_path: Path) -> None:
-    write_ahead(tmp_path, [groups, groups])
+    write_ahead(tmp_path, [Drawn(groups), Drawn(groups)])
     damage(tmp_path / "ahead.jsonl.gz")
     with pytest.raises(
         InputError, match=r"ahead\.jsonl\.gz is missing or damaged .* resumes from the checkpoint before"
@@ -79,6 +80,6 @@ def test_damage_is_named(damage: Callable[[Path], object], groups: list[Group], 
 
 
 def test_a_prompt_that_is_not_there_is_refused(groups: list[Group], tmp_path: Path) -> None:
-    write_ahead(tmp_path, [groups])
+    write_ahead(tmp_path, [Drawn(groups)])
     with pytest.raises(InputError, match="ahead"):
         read_ahead(tmp_path, [g.prompt for g in groups[1:]], 1)

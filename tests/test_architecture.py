@@ -22,7 +22,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "presets", "section", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "console", "inputs",
+    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "console", "inputs",
     "job", "build", "loop", "view", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -85,6 +85,8 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
         ["-c", "import gspo"],
         *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["reward"], ["lab"])),
         ["-m", "gspo.cli", "lab", "--list"],
+        ["-m", "gspo.cli", "tasks"],
+        ["-m", "gspo.cli", "tasks", "addition:1-9"],
     ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(words: list[str]) -> None:

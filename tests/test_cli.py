@@ -114,6 +114,33 @@ def test_training_on_ones_own_data_and_reward(rows: Path, tmp_path: Path, capsys
     assert "pass@3" in out
 
 
+def test_a_task_of_reasoning_gym_is_trained_on_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym")
+    words = ["model=random-dense", "model.dtype=float32", "steps=2", "sampling.max_new_tokens=4", "judging.workers=1",
+             "threads=1", "data.limit=40", "eval.limit=8", f"dir={tmp_path / 'run'}"]  # fmt: skip
+    code, _, err = run(capsys, "train", "reasoning-gym:chain_sum,max_terms=2,max_digits=1", *words)
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(line["reward/reasoning-gym/failed"] == 0 and line["reward/mean"] >= 0 for line in lines)
+    assert lines[-1]["eval/rows"] == 8
+    code, _, err = run(capsys, "train", "reasoning-gym:chain_smu", *words[:-1], f"dir={tmp_path / 'other'}")
+    assert code == 2
+    assert "did you mean reasoning-gym:chain_sum" in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_tasks_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "tasks")
+    assert code == 0
+    assert "addition:LOW-HIGH" in out
+    code, out, _ = run(capsys, "tasks", "addition:1-9", "--rows", "2")
+    assert (code, out.count("prompt: What is"), out.count("answer: ")) == (0, 2, 2)
+    code, _, err = run(capsys, "tasks", "additoin:1-9")
+    assert code == 2
+    assert "did you mean 'addition:1-9'" in err
+
+
 def test_the_demo_ends_with_its_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "train", "tiny", f"dir={tmp_path / 'run'}", "steps=1", "threads=1")
     assert code == 0, err

@@ -1,6 +1,6 @@
 """Groups that were sampled ahead of the step that trains on them: a file of a checkpoint, so that a run resumes exactly.
 
-In: the groups of the next steps. Out: the same, to the last bit. `store` writes them, `build` reads them back. Prompts
+In: what was drawn for the next steps. Out: the same, to the last bit. `store` writes them, `build` reads them back. Prompts
 are kept by their row, which stands in the data that the run goes on with.
 """
 
@@ -16,20 +16,23 @@ from typing import Any
 
 import numpy as np
 
+from gspo.drawing import Drawn
 from gspo.errors import InputError
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Status, Stop
 
 _FILE = "ahead.jsonl.gz"
 
 
-def write_ahead(checkpoint: Path, ahead: Sequence[Sequence[Group]]) -> None:
+def write_ahead(checkpoint: Path, ahead: Sequence[Drawn]) -> None:
     """Write one line a step, the next one first."""
     with (checkpoint / _FILE).open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
-        for groups in ahead:
-            file.write(json.dumps([_packed_group(group) for group in groups]).encode() + b"\n")
+        for drawn in ahead:
+            groups, replaced = ([_packed_group(group) for group in some] for some in (drawn.groups, drawn.replaced))
+            line = {"groups": groups, "replaced": replaced, "skipped": drawn.skipped}
+            file.write(json.dumps(line).encode() + b"\n")
 
 
-def read_ahead(checkpoint: Path, prompts: Sequence[Prompt], steps: int) -> list[list[Group]]:
+def read_ahead(checkpoint: Path, prompts: Sequence[Prompt], steps: int) -> list[Drawn]:
     """What `write_ahead` wrote for `steps` steps. Raises InputError if it is missing, damaged or of other prompts."""
     if not steps:
         return []
@@ -37,7 +40,7 @@ def read_ahead(checkpoint: Path, prompts: Sequence[Prompt], steps: int) -> list[
     of_row = {prompt.row: prompt for prompt in prompts}
     try:
         with gzip.open(path, "rt") as file:
-            found = [[_group(plain, of_row) for plain in json.loads(line)] for line in file]
+            found = [_drawn(json.loads(line), of_row) for line in file]
         if len(found) != steps:
             raise ValueError(f"it holds the answers of {len(found)} steps, not of {steps}")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -46,6 +49,11 @@ def read_ahead(checkpoint: Path, prompts: Sequence[Prompt], steps: int) -> list[
             f"ahead: move the folder {checkpoint} away, and the run resumes from the checkpoint before it"
         ) from error
     return found
+
+
+def _drawn(plain: dict[str, Any], of_row: dict[int, Prompt]) -> Drawn:
+    groups, replaced = ([_group(each, of_row) for each in plain[key]] for key in ("groups", "replaced"))
+    return Drawn(groups, tuple(replaced), int(plain["skipped"]))
 
 
 def _packed_group(group: Group) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         folder=folder,
         inputs=inputs,
         policy=policy,
-        sampler=Sampler(inputs.prompts, run.seed, progress.position),
+        sampler=Sampler(inputs.prompts, run.seed, progress.position, band=run.data.difficulty, seen=progress.seen),
         engine=engine,
         learner=learner,
         objective=policy_objective(run.algorithm),

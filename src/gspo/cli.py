@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo eval`, `gspo lab`, `gspo tasks`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -61,11 +61,15 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hel
 
     gspo train demo model=./my-model data=prompts.jsonl reward=judge.py:score dir=runs/mine
 
+    gspo train reasoning-gym:chain_sum model=smollm2-135m
+
     gspo train --resume runs/mine
     {_SETTINGS}""",
 )
 def train(
-    recipe: Annotated[str | None, typer.Argument(help="YAML file or built-in recipe.", show_default=False)] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="YAML file, built-in recipe, or a task of `gspo tasks`.", show_default=False)
+    ] = None,
     words: Words = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", show_default=False)] = None,
 ) -> None:
@@ -95,7 +99,7 @@ def _checked_words(
     words = list(words or [])
     if resume is not None:
         return None, words if recipe is None else [recipe, *words]
-    if recipe is None or "=" in recipe:
+    if recipe is None or ("=" in recipe and not settings.names_a_task(recipe, kind)):
         names = ", ".join(settings.recipes(kind))
         raise InputError(f"gspo {kind.command} RECIPE [key=value ...]: a recipe is missing. Built-in: {names}")
     return recipe, words
@@ -231,6 +235,25 @@ def lab(
 
     scale: Literal["quick", "full"] = "full" if full else "quick"
     raise typer.Exit(command.run(experiments, scale=scale, seeds=seeds, jobs=jobs, folder=folder, say=typer.echo))
+
+
+@app.command(
+    help="""List the tasks that come with a name; or show the first rows of one, with their answers.
+
+    gspo tasks
+
+    gspo tasks reasoning-gym:chain_sum
+
+    gspo tasks addition:10-99 --rows 5""",
+)
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="A task, as data= takes it.", show_default=False)] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3,
+) -> None:
+    from gspo.tasks import listing
+
+    for line in listing.tasks() if name is None else listing.shown(name, rows):
+        typer.echo(line)
 
 
 @app.callback(invoke_without_command=True)

@@ -43,7 +43,7 @@ class Model(Section):
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
+    """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m (its Q4_1 GGUF), also called smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Numbers of forward, backward and engine; masters are float32 or better. auto: bfloat16 where the processor multiplies it natively, else float32."""
     device: str = "auto"
@@ -63,7 +63,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition:LOW-HIGH (sums), sort:N (N letters), preferences:N (N letters, with answers and preferences among them)."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a task of `gspo tasks`: addition:LOW-HIGH, sort:N, preferences:N, reasoning-gym:NAME."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -78,6 +78,31 @@ class Data(Section):
     """What happens to a longer prompt; it is never cut."""
     limit: int | None = Field(default=None, gt=0)
     """Use only the first so many rows."""
+
+
+class Prompts(Data):
+    """Where prompts come from, how they are shown to the model, and which are drawn."""
+
+    difficulty: tuple[float, float] | None = None
+    """[LOW, HIGH]: a prompt whose share of solved answers (`eval.pass_at`) lay outside is skipped for the next three epochs; null: none is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Prompts:
+        if self.difficulty is not None and not 0 <= self.difficulty[0] <= self.difficulty[1] <= 1:
+            raise ValueError(
+                f"difficulty={list(self.difficulty)}: two shares of solved answers from 0 to 1, the smaller first, as in [0.1, 0.9]"
+            )
+        return self
+
+
+RULES_OF_TASKS = {"addition": "number", "sort": "sorted", "preferences": "matching", "reasoning-gym": "reasoning-gym"}
+"""The tasks that come with a name, and how their answers are judged where no reward is named."""
+
+
+def task_of(source: str) -> str | None:
+    """The name of the task that `source` is of, if it is of one."""
+    name = source.partition(":")[0]
+    return name if name in RULES_OF_TASKS else None
 
 
 class RewardRule(Section):
@@ -232,8 +257,8 @@ class Run(Section):
     """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
-    data: Data = Data()
-    reward: Rules = (RewardRule(),)
+    data: Prompts = Prompts()
+    reward: Rules = Field(default_factory=lambda so_far: _rule_of(so_far.get("data", Prompts())))
     judging: Judging = Judging()
     sampling: Sampling = Sampling()
     engine: Engine = Engine()
@@ -270,6 +295,11 @@ class Run(Section):
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
         return self
+
+
+def _rule_of(data: Data) -> tuple[RewardRule, ...]:
+    """The rule of the task that prompts come from; of other data, the number."""
+    return (RewardRule(function=RULES_OF_TASKS.get(task_of(data.source) or "", "number")),)
 
 
 def _rules(value: Any) -> tuple[Any, ...]:

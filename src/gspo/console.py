@@ -55,7 +55,7 @@ class Console:
         parts = [
             f"step {m['step']:>{len(str(self._steps))}}/{self._steps}",
             f"reward {_number(m['reward/mean'], '.3f')} {sparkline(self._rewards[-_WIDTH:]):<{min(self._steps, _WIDTH)}}",
-            _source(m),
+            f"{_source(m)}{_drawn(m)}",
             f"clipped {m[clipped]:.1%} of {unit}",
             f"cut {m['truncated/share']:.0%}",
             f"grad {_number(m['grad_norm'], '.2g')}",
@@ -96,6 +96,13 @@ def _source(m: dict[str, Any]) -> str:
     if m["value/mean"] is None:
         return f"signal {m['groups/signal']}/{m['groups/total']}"
     return f"critic explains {_number(m['value/explained_variance'], '.0%')}"
+
+
+def _drawn(m: dict[str, Any]) -> str:
+    """What was drawn beside the groups of the step."""
+    more = [f"{m['groups/drawn']} drawn"] if m["groups/replaced"] else []
+    more += [f"{m['prompts/skipped']} skipped"] if m["prompts/skipped"] else []
+    return f" ({', '.join(more)})" if more else ""
 
 
 def sparkline(values: list[float]) -> str:

@@ -18,7 +18,7 @@ from gspo.rewards.ready import Around
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
 from gspo.stage_config import Sft
-from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
+from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows, repeated
 from gspo.tasks.render import render
 from gspo.types import Prompt
 
@@ -76,7 +76,8 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
         sets.append((load(run.eval.reward or run.reward, replace(around, rows=held_out)), held_out))
     tokenizer = load_tokenizer(run.model)
     rendered = render(data, tokenizer, run.data)
-    notes = [*data.notes, *rendered.notes]
+    twice = repeated(data, run.data.prompt)
+    notes = [*data.notes, *rendered.notes, *([twice] if twice else [])]
     test: tuple[Prompt, ...] = ()
     if held_out is not None:
         shown = render(held_out, tokenizer, run.data)

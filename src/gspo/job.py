@@ -21,6 +21,7 @@ from gspo.config import Run
 from gspo.console import Console
 from gspo.credit import answer_kl
 from gspo.critic import Critic
+from gspo.drawing import Drawn, draw
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.errors import OutOfMemoryError, RunError
@@ -35,7 +36,7 @@ from gspo.rollout import rollout
 from gspo.stats import Parity, UpdateStats, rollout_log_ratio
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
-from gspo.tasks.sampler import Sampler
+from gspo.tasks.sampler import Draw, Sampler
 from gspo.types import Group
 
 
@@ -56,14 +57,16 @@ class Job:
     console: Console
     progress: Progress
     critic: Critic | None = None
-    ahead: deque[list[Group]] = field(default_factory=deque)
-    """Groups sampled for the steps to come, the next one first."""
+    ahead: deque[Drawn] = field(default_factory=deque)
+    """What was drawn for the steps to come, the next one first."""
     stop: Stop = field(default_factory=Stop)
     _seconds: dict[str, float] = field(default_factory=dict)
     _row: Algorithm = field(init=False)
     """The run's row, its band and KL coefficient those of the step at hand."""
     _next_kl: float | None = None
     """KL coefficient of the next step, if it is steered."""
+    _drawn: Drawn = field(default_factory=lambda: Drawn([]))
+    """What the step at hand was drawn with."""
     _skipped: int = 0
     _oversize: int = 0
     _saved: int | None = None
@@ -90,22 +93,28 @@ class Job:
             done = self.progress.step
             last = min(done + 1 + self.run.max_staleness, self.run.steps)
             while done + len(self.ahead) < last:
-                self.ahead.append(self._sample())
+                self.ahead.append(self._draw())
             give_pages_back()
-            return self.ahead.popleft()
+            self._drawn = self.ahead.popleft()
+            return self._drawn.groups
 
-    def _sample(self) -> list[Group]:
-        """Draw prompts, sample their answers, judge them."""
-        draws = self.sampler.take(self.run.prompts_per_step)
-        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+    def _draw(self) -> Drawn:
+        """Draw prompts for a step, sample their answers, judge them."""
+        run = self.run
         try:
-            groups = rollout(self.engine, requests, self.inputs.reward)
+            drawn = draw(
+                self.sampler, self._answer, run.algorithm, prompts=run.prompts_per_step, solved=run.eval.pass_at
+            )
         except RunError:
             self._keep_what_is_done()
             raise
         for notice in self.inputs.reward.notices():
             self.console.say(f"note: {notice}")
-        return groups
+        return drawn
+
+    def _answer(self, draws: Sequence[Draw]) -> list[Group]:
+        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+        return rollout(self.engine, requests, self.inputs.reward)
 
     def close(self) -> None:
         """End the processes that the run has started."""
@@ -221,6 +230,8 @@ class Job:
             step=step,
             row=self._row,
             groups=groups,
+            replaced=self._drawn.replaced,
+            passed_over=self._drawn.skipped,
             batches=batches,
             skipped=self._skipped,
             updates=updates,
@@ -243,6 +254,7 @@ class Job:
             last_reward=last,
             ahead=len(self.ahead),
             kl_coefficient=self._next_kl,
+            seen=self.sampler.seen,
         )
         return metrics
 

@@ -40,6 +40,7 @@ class StepOutcome:
     row: Algorithm
     """With the band that was used; auto if no update was made."""
     groups: Sequence[Group]
+    """Those that were trained on."""
     batches: Sequence[Batch]
     skipped: int
     updates: Sequence[UpdateStats]
@@ -48,6 +49,15 @@ class StepOutcome:
     """By prefix of their keys: `eval`, `eval/start`, `eval/greedy`."""
     seconds: Mapping[str, float]
     """By phase."""
+    replaced: Sequence[Group] = ()
+    """Groups without signal that were drawn before others took their places."""
+    passed_over: int = 0
+    """Turns of prompts that were skipped for their difficulty."""
+
+    @property
+    def drawn(self) -> list[Group]:
+        """All groups that were sampled for the step."""
+        return [*self.groups, *self.replaced]
 
 
 class Lines:
@@ -132,13 +142,13 @@ class Journal:
             if batch.advantage_R is not None
             for key, a in zip(batch.key_R, batch.advantage_R, strict=True)
         }
+        replaced = {group.ordinal for group in outcome.replaced}
         path = self._rollouts / f"{outcome.step:08d}.jsonl.gz"
         with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
-            for group in outcome.groups:
+            for group in outcome.drawn:
                 for r in group.rollouts:
-                    file.write(
-                        _line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode()
-                    )
+                    line = _rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))
+                    file.write(_line({**line, "replaced": group.ordinal in replaced}).encode())
 
 
 def read(path: Path) -> list[Metrics]:
@@ -156,7 +166,9 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
     """The numbers of a step under their journal keys; None where there was nothing to measure."""
     metrics: Metrics = {"format": FORMAT, "step": outcome.step, "version": outcome.step}
     metrics |= _group_metrics(outcome.groups, outcome.row)
-    metrics |= _rollout_metrics([r for group in outcome.groups for r in group.rollouts])
+    metrics |= _drawing_metrics(outcome)
+    # Of all answers: those of the groups that were kept alone would hide how much is solved.
+    metrics |= _rollout_metrics([r for group in outcome.drawn for r in group.rollouts])
     metrics |= _update_metrics(outcome)
     metrics |= _clip_metrics(sum((u.tally for u in outcome.updates), Tally()), outcome.row)
     metrics |= _value_metrics(outcome)
@@ -172,6 +184,20 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
     metrics |= {f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()}
     metrics |= {"time/step": total, "time/tokens_per_second": tokens / total if total else None}
     return metrics
+
+
+def _drawing_metrics(outcome: StepOutcome) -> Metrics:
+    """How many groups were replaced, and why each had no signal; and how many prompts were never asked."""
+    why = _group_metrics(outcome.replaced, outcome.row)
+    reasons = ("all_right", "all_wrong", "all_equal", "unjudged")
+    return {
+        "groups/drawn": len(outcome.drawn),
+        "groups/replaced": len(outcome.replaced),
+        **{f"groups/replaced_{reason}": why[f"groups/{reason}"] for reason in reasons},
+        # Their rewards differ, and every answer that counts was cut at the length limit.
+        "groups/replaced_cut": why["groups/signal"],
+        "prompts/skipped": outcome.passed_over,
+    }
 
 
 def _group_metrics(groups: Sequence[Group], row: Algorithm) -> Metrics:

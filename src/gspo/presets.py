@@ -100,6 +100,8 @@ class Algorithm(BaseModel):
     load_balance: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss of a mixture-of-experts model, over every token of an update; 0 is off, whatever the checkpoint says."""
 
+    resample: int = Field(default=0, ge=0)
+    """Rounds, at most, in which prompts whose answers carry no signal are replaced by new ones before a step is trained on (DAPO's dynamic sampling); 0 is off."""
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates that the rollouts of one step are split into, by whole groups."""
     epochs: int = Field(default=1, ge=1)
@@ -125,6 +127,10 @@ class Algorithm(BaseModel):
         if self.needs_critic and self.ratio not in ("token", "sequence_token"):
             raise ValueError(
                 f"ratio={self.ratio} has one advantage an answer, and advantage=gae gives one a token: use ratio=token, or sequence_token"
+            )
+        if self.resample and self.advantage in ("batch_mean_std", "gae"):
+            raise ValueError(
+                f"resample looks for groups whose rewards differ, and with advantage={self.advantage} one whose rewards agree has a gradient too: leave it out"
             )
         if self.length_constant is not None and self.aggregation != "constant":
             raise ValueError(f"length_constant has no effect with aggregation={self.aggregation}")
@@ -282,8 +288,9 @@ _ROWS: dict[str, dict[str, Any]] = {
     ),
     "dr_grpo": dict(source="Dr. GRPO, arXiv 2503.20783 section 3.2", **_PPO_CLIP, aggregation="constant", advantage="group_mean"),
     "dapo": dict(
-        source="DAPO, arXiv 2503.14476 eq. 8",
+        source="DAPO, arXiv 2503.14476 eq. 8, whose constraint on groups (dynamic sampling, section 3.2) is given up after nine rounds",
         ratio="token", gate="clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean", advantage="group_mean_std", mask_truncated=True,
+        resample=9,
     ),
     "rloo": dict(
         source="RLOO, arXiv 2402.14740 eq. 8; on-policy, where its gradient is that of REINFORCE on the whole answer",

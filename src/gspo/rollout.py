@@ -1,6 +1,6 @@
 """Draws of prompts in, judged groups out: engine and reward behind one call.
 
-`job` calls it for training, `evaluate` for held-out prompts.
+`drawing` calls it for training, `evaluate` for held-out prompts.
 """
 
 from __future__ import annotations

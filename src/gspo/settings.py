@@ -6,6 +6,7 @@ call `load`. No torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo import presets
-from gspo.config import Run
+from gspo.config import RULES_OF_TASKS, Run, task_of
 from gspo.errors import InputError
 from gspo.stage_config import AnyRun, RewardRun, Sft
 
@@ -70,17 +71,18 @@ def load_as(
 
 
 def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
-    """The mapping in a YAML file or built-in recipe; `about`, which `run.yaml` adds, is left out."""
+    """The mapping in a YAML file or built-in recipe, or the defaults on a task that is named; `about`, which `run.yaml` adds, is left out."""
     path = Path(recipe)
+    if names_a_task(str(recipe), kind):
+        return {"dir": f"runs/{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(recipe))}", "data": str(recipe)}
     if str(recipe) in recipes(kind):
         text, name = (_folder(kind) / f"{recipe}.yaml").read_text(), str(recipe)
     elif path.is_file():
         text, name = _text_of(path), path.stem
     else:
-        near = get_close_matches(str(recipe), recipes(kind), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"{recipe}: no such file, and no built-in recipe of that name.{hint} Built-in: {', '.join(recipes(kind))}."
+            f"{recipe}: no such file, and no built-in recipe of that name.{_near_recipe(str(recipe), kind)} "
+            f"Built-in: {', '.join(recipes(kind))}."
         )
     try:
         tree = yaml.load(text, Loader=_Unique)
@@ -90,6 +92,22 @@ def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
         raise InputError(f"{recipe}: expected a mapping of settings, found {type(tree).__name__}")
     tree.pop("about", None)
     return {"dir": f"runs/{name}", **tree}
+
+
+def names_a_task(word: str, kind: type[AnyRun]) -> bool:
+    """Whether what stands in a recipe's place is a task to be trained on, as in `reasoning-gym:chain_sum`."""
+    return kind is Run and task_of(word) is not None and word not in recipes(kind) and not Path(word).is_file()
+
+
+def _near_recipe(word: str, kind: type[AnyRun]) -> str:
+    head, colon, rest = word.partition(":")
+    tasks = [
+        name + colon + rest
+        for name in RULES_OF_TASKS
+        if kind is Run and get_close_matches(head, [name], n=1, cutoff=0.75)
+    ]
+    near = get_close_matches(word, recipes(kind), n=1) or tasks
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class _Unique(yaml.SafeLoader):

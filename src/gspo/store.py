@@ -21,11 +21,12 @@ from torch import Tensor
 
 from gspo import __version__, settings
 from gspo.ahead import write_ahead
+from gspo.drawing import Drawn
 from gspo.errors import InputError, RunError
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
 from gspo.stage_config import AnyRun
-from gspo.types import Group
+from gspo.tasks.sampler import Seen
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
@@ -56,6 +57,8 @@ class Progress:
     """Steps whose answers have been sampled already."""
     kl_coefficient: float | None = None
     """What a KL term that is steered has come to; None: the configured one."""
+    seen: tuple[Seen, ...] = ()
+    """What the sampler knows of the difficulty of prompts."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,11 @@ class Store:
         tokenizer: Any,
         weights: dict[str, Tensor],
         moments: dict[str, Tensor],
-        ahead: Sequence[Sequence[Group]] = (),
+        ahead: Sequence[Drawn] = (),
         critic: CriticState | None = None,
     ) -> Path:
         """Write checkpoints/<step>: weights as transformers loads them (of an adapter, it alone, as peft does), moments,
-        progress, critic, and groups sampled ahead.
+        progress, critic, and what was drawn ahead.
 
         Raises RunError if the disk refuses; earlier checkpoints stay.
         """
@@ -207,7 +210,7 @@ def read_progress(checkpoint: Path) -> Progress:
             f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read"
         )
     try:
-        return Progress(**progress)
+        return Progress(**{**progress, "seen": tuple(Seen(**each) for each in progress.get("seen", ()))})
     except TypeError as error:
         raise _damaged(checkpoint / "state.json", error) from error
 

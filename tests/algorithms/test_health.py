@@ -21,6 +21,7 @@ HEALTHY: dict[str, Any] = {
     "groups/all_equal": 0,
     "groups/unjudged": 0,
     "groups/steps_without_signal": 0,
+    "groups/replaced": 0,
     "updates/done": 4,
     "truncated/share": 0.0,
     "max_new_tokens": 24,

@@ -63,6 +63,8 @@ def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
     }
     why = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
     text = f"no signal: 0 of {m['groups/total']} groups carry any ({why})"
+    if m["groups/replaced"]:
+        text += f", although {m['groups/replaced']} others had been replaced before"
     if m["updates/done"]:
         return Verdict("no_signal", f"{text}; the updates made follow the KL term or the batch baseline alone")
     text += "; no update was made"

@@ -170,12 +170,15 @@ def _verified(name: str) -> Path:
     return file.parent
 
 
+_SMOLLM2 = Checkpoint(
+    model=lambda: AutoModelForCausalLM.from_pretrained(str(_smollm2()), dtype=torch.float32, local_files_only=True),
+    tokenizer=lambda: AutoTokenizer.from_pretrained(str(_smollm2()), local_files_only=True),
+    origin=f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised",
+)
+
 BUILTIN: dict[str, Checkpoint] = {
-    "smollm2-135m-q4": Checkpoint(
-        model=lambda: AutoModelForCausalLM.from_pretrained(str(_smollm2()), dtype=torch.float32, local_files_only=True),
-        tokenizer=lambda: AutoTokenizer.from_pretrained(str(_smollm2()), local_files_only=True),
-        origin=f"SmolLM2-135M-Instruct, Q4_1 GGUF of the package {_PACKAGE} {_RELEASE}, dequantised",
-    ),
+    "smollm2-135m-q4": _SMOLLM2,
+    "smollm2-135m": _SMOLLM2,
     **{name: _shipped(name) for name in _SHIPPED},
     "tiny-dense-untrained": Checkpoint(untrained_dense, _plain_tokenizer, "made in memory"),
     "tiny-moe-untrained": Checkpoint(untrained_moe, _plain_tokenizer, "made in memory"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo.config import Judging
 from gspo.errors import InputError
-from gspo.rewards import classifier, judge, maths, programs, rules, sandbox
+from gspo.rewards import classifier, gym, judge, maths, programs, rules, sandbox
 from gspo.rewards.call import Call
 from gspo.rewards.own import require_columns
 from gspo.rewards.score import Service
@@ -94,6 +94,22 @@ def _math(where: str, argument: str | None, around: Around) -> Ready:
         Call(maths.equals, reads, prepare=maths.prepare),
         check=Call(maths.comparable, reads, prepare=maths.prepare),
         wants="a mathematical expression, or a list of them",
+    )
+
+
+def _reasoning_gym(where: str, argument: str | None, around: Around) -> Ready:
+    require_extra("reasoning_gym", "reasoning-gym", where)
+    reads = {"prompt": around.prompt, "answer": "answer", "metadata": "metadata", "task": "task"}
+    if missing := [column for column in reads.values() if column not in around.rows.columns]:
+        raise InputError(
+            f"{where}: judges the rows of data=reasoning-gym:NAME, and {around.rows.name} has no column {missing[0]!r}"
+        )
+    if argument is not None:
+        raise InputError(f"{where}: takes no argument: the rows say which task they are of")
+    return Ready(
+        Call(gym.score, reads, prepare=gym.prepare),
+        check=Call(gym.judges, reads, prepare=gym.prepare),
+        wants="an answer that the task's own scorer can judge",
     )
 
 
@@ -206,6 +222,7 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "number": _compared(rules.number, lambda answer: rules.as_number(answer) is not None, "a number and nothing else"),
     "boxed": _compared(rules.boxed, lambda answer: rules.bare(rules.gold_of_box(answer)) != "", _NOT_EMPTY),
     "math": _math,
+    "reasoning-gym": _reasoning_gym,
     "code": _code,
     "judge": _judge,
     "reward_model": _reward_model,

@@ -1,4 +1,4 @@
-"""The tasks that come with a name: `addition:1-9`, `sort:8`, `preferences:5`.
+"""The tasks that come with a name: `addition:1-9`, `sort:8`, `preferences:5`, `reasoning-gym:chain_sum`.
 
 In: the words of `data.source` or `eval.source`. Out: the task, if they name one. `tasks/data.py` calls `find`.
 """
@@ -9,15 +9,16 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from gspo.errors import InputError
-from gspo.tasks import addition, preferences, sort
+from gspo.tasks import addition, gym, preferences, sort
 from gspo.tasks.task import Task
 
 TASKS: dict[str, Callable[[str], Task]] = {
     "addition": addition.parse,
     "sort": sort.parse,
     "preferences": preferences.parse,
+    gym.NAME: gym.parse,
 }
-"""Name -> what reads the words after the colon."""
+"""Name -> what reads the words after the colon. How their answers are judged stands in `config.RULES_OF_TASKS`."""
 
 
 def find(source: str) -> Task | None:

@@ -109,6 +109,26 @@ def overlap(train: Rows, held_out: Rows, data: Data) -> str | None:
     )
 
 
+def repeated(rows: Rows, column: str) -> str | None:
+    """How many prompts stand in several rows, and whether such rows agree in all other columns; None if there are none.
+
+    They are not merged: what stands twice is drawn twice an epoch, and each row is judged by its own columns.
+    """
+    first: dict[str, int] = {}
+    again = [i for i, row in enumerate(rows.rows) if first.setdefault(_text(row[column]), i) != i]
+    if not again:
+        return None
+    differ = [i for i in again if rows.rows[i] != rows.rows[first[_text(rows.rows[i][column])]]]
+    said = (
+        f"{rows.name}: {len(again)} of {len(rows)} prompts repeat an earlier one ({rows.places(again)}); "
+        "each row stays, and is drawn once an epoch"
+    )
+    if not differ:
+        return said
+    i = differ[0]
+    return f"{said}. {len(differ)} of them differ in other columns, as {rows.place(i)} does from {rows.place(first[_text(rows.rows[i][column])])}"
+
+
 def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
