@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo check`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -77,7 +77,9 @@ def train(
         run = resumed_run(Run, resume, words)
     result = loop(build(run, resume=resume))
     typer.echo(f"run folder: {result.folder}")
-    if result.step < run.steps:
+    if result.ended is not None:
+        typer.echo(f"ended after step {result.step} of {run.steps}: {result.ended}")
+    elif result.step < run.steps:
         typer.echo(f"stopped after step {result.step} of {run.steps}; go on with: gspo train --resume {result.folder}")
     elif result.start_reward is not None and result.last_reward is not None:
         typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
@@ -139,6 +141,27 @@ def sft(
             if before is not None and after is not None:
                 typer.echo(f"{name}: {before:{form}} -> {after:{form}}")
     raise typer.Exit(result.exit_code)
+
+
+@app.command(
+    help=f"""Check a recipe before an hour is spent: data, rewards, template, memory and time of one real step. Nothing is written.
+
+    gspo check demo
+
+    gspo check demo data=prompts.jsonl reward=judge.py:score
+
+    The last line is `ready`, or the list of what to mend (exit code 2).
+    {_SETTINGS}""",
+)
+def check(
+    recipe: Annotated[str, typer.Argument(help="YAML file or built-in recipe.")],
+    words: Words = None,
+) -> None:
+    machine.prepare()
+
+    from gspo.check import check as checked
+
+    raise typer.Exit(checked(recipe, list(words or []), typer.echo))
 
 
 @app.command(
