@@ -186,13 +186,19 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
 
 def _group_metrics(groups: Sequence[Group], row: Algorithm) -> Metrics:
     comparable = [g for g in groups if has_baseline(g, row)]
-    uniform = [_rewards(g.judged)[0] for g in comparable if not has_signal(g)]
+    silent = [g for g in comparable if not has_signal(g)]
+    uniform = [_rewards(g.judged)[0] for g in silent]
     return {
         "groups/total": len(groups),
         "groups/signal": sum(has_signal(g) for g in comparable),
         # Rewards of a rule lie in [0, 1]: uniform groups at or beyond its ends are solved or hopeless.
         "groups/all_right": sum(value >= 1 - 1e-9 for value in uniform),
         "groups/all_wrong": sum(value <= 0 for value in uniform),
+        # Of those that are all wrong: nobody knows what their answers would have come to.
+        "groups/all_cut": sum(
+            value <= 0 and all(r.stop is Stop.LENGTH for r in g.judged)
+            for g, value in zip(silent, uniform, strict=True)
+        ),
         "groups/all_equal": sum(0 < value < 1 - 1e-9 for value in uniform),
         "groups/unjudged": len(groups) - len(comparable),
     }

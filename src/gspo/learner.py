@@ -346,11 +346,8 @@ class Learner:
         self.updates = updates
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
-        slots = {
-            i: {slot: moments[f"{slot}.{name}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
-            for i, name in enumerate(self.masters)
-            if moments
-        }
+        kept = ("step", "exp_avg", "exp_avg_sq")
+        slots = {i: {s: moments[f"{s}.{n}"] for s in kept} for i, n in enumerate(self.masters) if moments}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
 
     @torch.no_grad()

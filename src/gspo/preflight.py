@@ -97,9 +97,7 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
     )
 
 
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, generation: bool = False
-) -> str:
+def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, generation: bool = False) -> str:
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation))
 
 
