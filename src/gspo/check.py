@@ -6,6 +6,7 @@ In: a recipe and words, as `gspo train` takes them. Out: lines, and what there i
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -112,7 +113,7 @@ def _measured(found: Check, run: Run, policy: Policy, inputs: Inputs) -> None:
     sampling = LocalEngine(policy, run.sampling, run.seed).describe() | {"weights": run.engine.weights}
     found.add(Finding("sampling", ", ".join(f"{key}={value}" for key, value in sampling.items())))
     with found.trying("a step at the largest lengths"):
-        seen = trial(run, policy, inputs, Console(run.steps))
+        seen = trial(run, policy, inputs, Console(run.steps, io.StringIO()))
         found.add(_step(run, seen))
         found.add(_memory(seen))
         found.add(_whole(run, seen, len(inputs.held_out)))
