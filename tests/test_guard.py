@@ -99,7 +99,7 @@ def test_a_symptom_warns_and_is_an_alarm_only_while_the_reward_is_down(rule: str
 
 @pytest.mark.parametrize(
     "symptom",
-    [{"entropy": 0.1}, {"grad_norm": 5.0}, {"truncated/share": 0.8}, {"repetition/share": 0.3}, {"eval/kl_start": 0.5}],
+    [{"entropy": 0.1}, {"grad_norm": 5.0}, {"truncated/share": 0.8}, {"repetition/share": 0.3}, {"eval/kl_start": 0.3}],
 )
 def test_what_healthy_runs_show_is_no_symptom(symptom: dict[str, Any]) -> None:
     fallen, _ = after([{}] * 10 + [DOWN] * 8)
@@ -178,3 +178,40 @@ def watched(name: str) -> list[tuple[int, str, str | None]]:
         if decision.action != "none":
             said.append((line["step"], decision.action, decision.rule))
     return said
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "latest"),
+    [
+        ("collapse-learning-rate", "evaluation", 10),
+        ("collapse-unclipped", "reward", 20),
+        ("collapse-fp8", "reward", 35),
+    ],
+)
+def test_real_collapses_are_recognised(name: str, rule: str, latest: int) -> None:
+    """Runs of the product on tiny-dense; docs/guard.md has their settings."""
+    step, _, found = next(each for each in watched(name) if each[1] == "rollback")
+    assert found == rule
+    assert step <= latest
+    assert step < len(recorded(name)) - 10, "early enough to be of use"
+
+
+def test_a_collapse_is_recognised_without_evaluations_too() -> None:
+    state, alarms = State(), []
+    for line in recorded("collapse-learning-rate"):
+        state, decision = watch(state, {k: v for k, v in line.items() if not k.startswith("eval")})
+        alarms += [(line["step"], decision.rule)] if decision.action == "rollback" else []
+    assert alarms[0] == (13, "reward")
+
+
+HEALTHY = sorted(path.name.removesuffix(".jsonl.gz") for path in RECORDED.glob("healthy-*.gz"))
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_are_left_alone(name: str) -> None:
+    assert watched(name) == []
+
+
+def test_there_are_healthy_runs_to_be_left_alone() -> None:
+    assert len(HEALTHY) >= 8
+    assert sum(len(recorded(name)) for name in HEALTHY) >= 300

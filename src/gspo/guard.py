@@ -34,6 +34,8 @@ SMALLER = 0.5
 """Factor on the learning rate at each rollback."""
 FALL = 0.5
 """Spreads by which the reward, averaged, lies below its best: a collapse."""
+HALF, SURE = 0.5, 3.5
+"""Part of its best that the reward has left, and standard errors by which it lies below it: a collapse too, of a reward that never was high."""
 DOWN = 0.25
 """Spreads below its best from which other symptoms count as a collapse."""
 SILENT = 0.5
@@ -46,7 +48,7 @@ TRUNCATED = 0.9
 """Share of answers cut at the limit, where it was below a half at first."""
 REPEATED = 0.5
 """By how much the share of answers that go round in a loop has risen."""
-KL_TO_START = 1.0
+KL_TO_START = 0.5
 """Nats a token, at an evaluation."""
 
 
@@ -123,9 +125,21 @@ def read_state(plain: Mapping[str, Any] | None) -> State | None:
 
 
 def _reward_fell(s: State, m: Mapping[str, Any]) -> str | None:
-    if s.fallen <= FALL:
+    if s.reward is None or s.best is None or (s.fallen <= FALL and not _halved(s, m)):
         return None
     return f"the reward, {s.reward:.3f} on average of {len(s.rewards)} steps, lies {s.fallen:.1f} spreads ({s.spread:.2g}) below its best, {s.best:.3f}"
+
+
+def _halved(s: State, m: Mapping[str, Any]) -> bool:
+    """Less than half of its best, of which only what is above 0 has halves, and not by chance.
+
+    The difference of two averages of n steps has the standard error spread / sqrt(n groups), where half of the spread's
+    square is between prompts.
+    """
+    assert s.reward is not None
+    assert s.best is not None
+    error = s.fallen * math.sqrt(m["groups/total"] * len(s.rewards))
+    return s.best > 0 and s.reward < HALF * s.best and error > SURE
 
 
 def _silent(s: State, m: Mapping[str, Any]) -> str | None:
