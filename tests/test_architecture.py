@@ -21,9 +21,9 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "section", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "console", "inputs",
-    "job", "build", "loop", "view", "stages", "lab", "cli",
+    "errors", "types", "presets", "section", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "guard", "algorithms", "models", "tasks", "rewards", "engines",
+    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "rescue", "drift", "console", "inputs",
+    "preflight", "job", "build", "loop", "trial", "check", "view", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets", "peft")
@@ -83,7 +83,10 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
     "words",
     [
         ["-c", "import gspo"],
-        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["reward"], ["lab"])),
+        *(
+            ["-m", "gspo.cli", *command, "--help"]
+            for command in ([], ["train"], ["sft"], ["reward"], ["check"], ["lab"])
+        ),
         ["-m", "gspo.cli", "lab", "--list"],
         ["-m", "gspo.cli", "tasks"],
         ["-m", "gspo.cli", "tasks", "addition:1-9"],

@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from gspo import __version__, presets, settings, store
+from gspo import __version__, preflight, presets, settings, store
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
 from gspo.console import Console, plan
 from gspo.critic import Critic, open_critic, require_vocabulary
+from gspo.drift import read_start
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
+from gspo.guard import State
 from gspo.inputs import Inputs, Row, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
@@ -32,6 +34,7 @@ from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
 from gspo.models.routing import routers_of, unknown_router
+from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
@@ -62,26 +65,33 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console = Console(run.steps)
     console.say(plan(run))
-    for note in (*_advice(run, inputs), *inputs.notes):
+    for note in (*advice(run, inputs), *inputs.notes):
+        console.say(f"note: {note}")
+    for note in preflight.require_sound(run, inputs) if saved is None else []:
         console.say(f"note: {note}")
     require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
     run = with_learning_rate(run, policy, console)
-    _require_room(policy.model, "model", inputs, run)
-    _require_routers(policy, run)
+    require_fit(policy, inputs, run)
     critic = open_critic(run, policy, saved)
     if critic is not None:
         console.say(critic.announcement)
     if critic is not None and critic.own is not None:
         _require_room(critic.own.model, "critic", inputs, run)
-    learner = _learner(run, policy, critic)
-    engine = _engine(run, policy, console)
+    learner = learner_of(run, policy, critic)
+    engine = engine_of(run, policy, console)
+    room = preflight.disk(run, folder, policy.model.num_parameters())
+    if room.mend is not None and saved is None:
+        raise InputError(room.mend)
+    if room.note or room.mend is not None:
+        console.say(f"note: {room.text}")
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
         if saved is None
         else go_on(run, learner, saved, console)
     )
     engine.load(learner.weights(), version=progress.step)
+    rescue = Rescue(run, folder, learner, critic, run.guard, progress.guard or State()) if run.guard != "off" else None
     checkpoints = Store(folder, run.checkpoint.keep)
     checkpoints.settle(progress)
     return Job(
@@ -98,6 +108,8 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         console=console,
         progress=progress,
         critic=critic,
+        rescue=rescue,
+        start=read_start(folder, inputs.held_out) if saved is not None else [],
         ahead=deque(ahead),
     )
 
@@ -187,6 +199,12 @@ def new_folder(run: AnyRun) -> Path:
     return folder
 
 
+def require_fit(policy: Policy, inputs: Inputs, run: Run) -> None:
+    """Raise InputError for prompts or keys that the model has no room or no experts for."""
+    _require_room(policy.model, "model", inputs, run)
+    _require_routers(policy, run)
+
+
 def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
     """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -228,7 +246,7 @@ def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
     return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
 
 
-def _learner(run: Run, policy: Policy, critic: Critic | None) -> Learner:
+def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
     reference = None
     if run.algorithm.needs_reference:
         reference = _reference(run, policy)
@@ -256,7 +274,7 @@ def _reference(run: Run, policy: Policy) -> Any:
     return reference
 
 
-def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:
+def engine_of(run: Run, policy: Policy, console: Console) -> LocalEngine:
     engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True)
     if engine.copied_bytes:
         console.say(
@@ -267,7 +285,7 @@ def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:
     return engine
 
 
-def _advice(run: Run, inputs: Inputs) -> list[str]:
+def advice(run: Run, inputs: Inputs) -> list[str]:
     """What is legal but worth knowing, each in a sentence to be said once at the start."""
     return [
         *presets.advice(run.algorithm),
@@ -311,6 +329,10 @@ def _sampling_advice(run: Run) -> list[str]:
 def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
     if inputs.held_out or not run.eval.every:
         return []
+    if run.eval.patience is not None:
+        raise InputError(
+            f"eval.patience={run.eval.patience}: there are no held-out prompts to evaluate on: give eval.source=FILE"
+        )
     return [
         "there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
     ]

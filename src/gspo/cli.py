@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo eval`, `gspo lab`, `gspo tasks`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo check`, `gspo eval`, `gspo lab`, `gspo tasks`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -85,7 +85,9 @@ def train(
         run = resumed_run(Run, resume, words)
     result = loop(build(run, resume=resume))
     typer.echo(f"run folder: {result.folder}")
-    if result.step < run.steps:
+    if result.ended is not None:
+        typer.echo(f"ended after step {result.step} of {run.steps}: {result.ended}")
+    elif result.step < run.steps:
         typer.echo(f"stopped after step {result.step} of {run.steps}; go on with: gspo train --resume {result.folder}")
     elif result.start_reward is not None and result.last_reward is not None:
         typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
@@ -174,6 +176,27 @@ def _stage(kind: type[S], recipe: str | None, words: list[str] | None, resume: P
             if gain.measured:
                 typer.echo(str(gain))
     return result.exit_code
+
+
+@app.command(
+    help=f"""Check a recipe before an hour is spent: data, rewards, template, memory and time of one real step. Nothing is written.
+
+    gspo check demo
+
+    gspo check demo data=prompts.jsonl reward=judge.py:score
+
+    The last line is `ready`, or the list of what to mend (exit code 2).
+    {_SETTINGS}""",
+)
+def check(
+    recipe: Annotated[str, typer.Argument(help="YAML file or built-in recipe.")],
+    words: Words = None,
+) -> None:
+    machine.prepare()
+
+    from gspo.check import check as checked
+
+    raise typer.Exit(checked(recipe, list(words or []), typer.echo))
 
 
 @app.command(

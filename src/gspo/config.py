@@ -223,6 +223,13 @@ class Eval(HeldOut):
     """Its own rule or rules, written as `reward` is; null: the training reward."""
 
 
+class PolicyEval(Eval):
+    """Sampled evaluation on prompts that training does not see, which may end the run."""
+
+    patience: int | None = Field(default=None, gt=0)
+    """End after so many evaluations in a row without a new best, or at one in which every answer passes; null: never before `steps`."""
+
+
 class Checkpoint(Section):
     """What is saved, and how long."""
 
@@ -253,6 +260,8 @@ class Run(Section):
     """Answers to each prompt."""
     max_staleness: int = Field(default=0, ge=0)
     """Steps by which the weights that are trained are ahead of those that wrote the answers: each step trains on answers sampled so many steps before, the first max_staleness + 1 steps on answers of the starting weights."""
+    guard: Literal["off", "warn", "rollback"] = "rollback"
+    """What happens when the policy collapses (docs/guard.md): rollback: back to the last good checkpoint with half the learning rate, three times at most."""
     max_tokens_per_microbatch: int = Field(default=1024, gt=0)
     """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
@@ -265,7 +274,7 @@ class Run(Section):
     optimizer: Optimizer = Optimizer()
     critic: Annotated[Critic | None, Field(validate_default=True)] = None
     """Null but for an algorithm that takes its advantages from a critic, as ppo does."""
-    eval: Eval = Eval()
+    eval: PolicyEval = PolicyEval()
     checkpoint: Checkpoint = Checkpoint()
 
     @field_validator("critic")
@@ -280,6 +289,11 @@ class Run(Section):
             )
         return (critic or Critic()) if row.needs_critic else None
 
+    @field_validator("guard", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+        return "off" if value is False else value
+
     @model_validator(mode="after")
     def _check(self) -> Run:
         row = self.algorithm
@@ -289,6 +303,8 @@ class Run(Section):
                 f"group_size=1: {row.name} compares the answers to one prompt with each other, and one answer has nothing to be compared with. "
                 "Use group_size=2 or more"
             )
+        if self.eval.patience and not self.eval.every:
+            raise ValueError("eval.patience has no effect with eval.every=0, which evaluates nothing")
         if row.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"algorithm.updates_per_step={row.updates_per_step} updates cannot be cut by whole groups from prompts_per_step={self.prompts_per_step}: "

@@ -79,6 +79,14 @@ class Critic:
         assert self.own is not None
         return self.own.update(batch, value_objective(self.settings.value_clip))
 
+    def put_back(self, then: Critic) -> dict[str, Tensor]:
+        """Become the critic of another moment. Returns what the policy's learner trains of it: a shared head, by name."""
+        if self.own is None:
+            return {f"value_head.{name}": p for name, p in then.head.named_parameters()}
+        assert then.own is not None
+        self.own.put_back(then.own.masters, then.own.moments())
+        return {}
+
     def state(self) -> store.CriticState:
         """What a checkpoint keeps of it. The moments of a shared head are among the policy's."""
         if self.own is None:

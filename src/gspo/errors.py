@@ -1,4 +1,4 @@
-"""The two ways in which `gspo` gives up, and the one after which it tries again; everything else is a bug and propagates."""
+"""The two ways in which `gspo` gives up, and the two after which it tries again; everything else is a bug and propagates."""
 
 
 class InputError(Exception):
@@ -14,3 +14,7 @@ class RunError(Exception):
 
 class OutOfMemoryError(RunError):
     """A pass did not fit into memory; nothing has changed by it, so that it can be tried in smaller pieces."""
+
+
+class DivergedError(RunError):
+    """The weights have come to numbers that are not finite, or to a policy that cannot move: the guard may put them back."""

@@ -13,7 +13,7 @@ from typing import Any
 from gspo.config import Run
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
-from gspo.rewards.load import load, open_scorers
+from gspo.rewards.load import Found, load, open_scorers
 from gspo.rewards.ready import Around
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
@@ -36,6 +36,9 @@ class Inputs:
     held_out: tuple[Prompt, ...]
     held_out_reward: Scorer
     notes: tuple[str, ...]
+    tokenizer: Any = None
+    found: tuple[Found, ...] = ()
+    """What `reward` judges by, in the order of its judges."""
     pool: Pool | None = None
     """The processes of the reward functions, if they need any."""
 
@@ -86,7 +89,7 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
         notes += [shared] if shared else []
     notes += dict.fromkeys(note for found, _ in sets for each in found for note in each.ready.notes)
     scorers, pool = open_scorers(sets, run.judging)  # last, so that nothing refused leaves a process behind
-    return Inputs(rendered.prompts, scorers[0], test, scorers[-1], tuple(notes), pool)
+    return Inputs(rendered.prompts, scorers[0], test, scorers[-1], tuple(notes), tokenizer, tuple(sets[0][0]), pool)
 
 
 def surroundings(run: Run | Sft, rows: Rows) -> Around:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import Signals
+from typing import TypeVar
 
 from gspo.algorithms.bands import sized
 from gspo.algorithms.values import next_kl_coefficient
@@ -22,9 +23,10 @@ from gspo.console import Console
 from gspo.credit import answer_kl
 from gspo.critic import Critic
 from gspo.drawing import Drawn, draw
+from gspo.drift import kl_to_start, sample_start
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
-from gspo.errors import OutOfMemoryError, RunError
+from gspo.errors import DivergedError, OutOfMemoryError, RunError
 from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
@@ -32,12 +34,15 @@ from gspo.learner import Learner, Objective, policy_objective
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
 from gspo.presets import Algorithm
+from gspo.rescue import Rescue
 from gspo.rollout import rollout
 from gspo.stats import Parity, UpdateStats, rollout_log_ratio
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Draw, Sampler
 from gspo.types import Group
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -57,6 +62,10 @@ class Job:
     console: Console
     progress: Progress
     critic: Critic | None = None
+    rescue: Rescue | None = None
+    """The guard; None with guard=off."""
+    start: list[Group] = field(default_factory=list)
+    """Answers of the starting policy, which the guard measures the distance from it with."""
     ahead: deque[Drawn] = field(default_factory=deque)
     """What was drawn for the steps to come, the next one first."""
     stop: Stop = field(default_factory=Stop)
@@ -71,6 +80,8 @@ class Job:
     _oversize: int = 0
     _saved: int | None = None
     _start: dict[str, Evaluation] = field(default_factory=dict)
+    ended: str | None = None
+    """Why the run is over before its last step."""
 
     def __post_init__(self) -> None:
         self._row = self.run.algorithm
@@ -83,7 +94,7 @@ class Job:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do, 1-based; ends early after a signal, when the step at hand is complete."""
         for step in range(self.progress.step + 1, self.run.steps + 1):
-            if self.stopped_by is not None:
+            if self.stopped_by is not None or self.ended is not None:
                 return
             yield step
 
@@ -114,7 +125,19 @@ class Job:
 
     def _answer(self, draws: Sequence[Draw]) -> list[Group]:
         requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
-        return rollout(self.engine, requests, self.inputs.reward)
+        return self._surviving(lambda: rollout(self.engine, requests, self.inputs.reward))
+
+    def _surviving(self, work: Callable[[], T]) -> T:
+        """`work`, once more from the weights that the guard puts back if these cannot be sampled from."""
+        try:
+            return work()
+        except DivergedError as error:
+            if self.rescue is None or not self.rescue.repairs or not self.learner.updates:
+                raise
+            self.rescue.after_divergence(error)
+            self.engine.abandon()
+            self.publish(self.engine.version)
+            return work()
 
     def close(self) -> None:
         """End the processes that the run has started."""
@@ -138,11 +161,23 @@ class Job:
                     done.append(
                         replace(stats, parity=Parity()) if again else stats
                     )  # it was measured in the first pass
+            except DivergedError as error:
+                self._rescued_from(error)
+                return batches or [], done
             except OutOfMemoryError as error:
                 self._halve(groups, str(error))
                 # Until the first update the old pass can be done again, in the pieces of the training pass.
                 batches = self.learner.recut(self._batches(groups), batches) if done and batches else None
-        return self._learn_values(groups, batches, done)
+        try:
+            return self._learn_values(groups, batches, done)
+        except DivergedError as error:
+            self._rescued_from(error)
+            return batches, done
+
+    def _rescued_from(self, error: DivergedError) -> None:
+        if self.rescue is None or not self.rescue.repairs:
+            raise error
+        self.rescue.after_divergence(error)
 
     def _learn_values(
         self, groups: Sequence[Group], batches: list[Batch], done: list[UpdateStats]
@@ -226,6 +261,7 @@ class Job:
     ) -> Metrics:
         """Evaluate if it is due, then write and show the step."""
         evaluations = self._evaluations(step)
+        drift = kl_to_start(self.learner, self.start, self._budget) if "eval" in evaluations else None
         outcome = StepOutcome(
             step=step,
             row=self._row,
@@ -237,9 +273,10 @@ class Job:
             updates=updates,
             change=self.learner.change(),
             evaluations=evaluations,
+            kl_start=drift,
             seconds=self._seconds,
         )
-        metrics = self.journal.record(outcome)
+        metrics = self.journal.record(outcome, self.rescue.watch if self.rescue is not None else None)
         self._seconds = {}
         self.console.step(metrics)
         for error in (r.reward.error for g in groups for r in g.rollouts if r.reward and r.reward.error):
@@ -258,16 +295,49 @@ class Job:
         )
         return metrics
 
+    def act(self) -> None:
+        """Do what the guard decided after the step. Raises RunError, everything saved, if that is the end."""
+        rescue = self.rescue
+        if rescue is None or rescue.decision.action == "none":
+            return
+        step, action = self.progress.step, rescue.decision.action
+        if action != "warn":
+            if not rescue.returned:
+                rescue.put_back()
+                self.publish(step)
+            self.ahead.clear()  # written by the weights that have gone
+            self.progress = replace(self.progress, ahead=0)
+        if action == "stop":
+            self._save()
+            raise RunError(rescue.diagnosis(step))
+        self.console.say(f"    {rescue.words()}")
+
     def save_if_due(self, metrics: Metrics) -> None:
         """Save at the interval, at the end, and whenever the evaluation is the best so far."""
         step, every = self.progress.step, self.run.checkpoint.every
+        returned = self.rescue is not None and self.rescue.returned
         reward = metrics.get("eval/reward")
         reward = reward if reward is not None and math.isfinite(reward) else None
-        best = reward is not None and (self.progress.best_reward is None or reward > self.progress.best_reward)
+        # After a rollback these are no longer the weights that were measured.
+        best = reward is not None and not returned and reward > _or_less(self.progress.best_reward)
         if best:
-            self.progress = replace(self.progress, best_reward=reward, best_step=step)
-        if best or step == self.run.steps or (every and step % every == 0):
+            self.progress = replace(self.progress, best_reward=reward, best_step=step, stale=0)
+        elif reward is not None:
+            self.progress = replace(self.progress, stale=self.progress.stale + 1)
+        self.ended = self._ended(reward)
+        if best or step == self.run.steps or (every and step % every == 0) or self.ended:
             self._save()
+
+    def _ended(self, reward: float | None) -> str | None:
+        """Why the run need not go on after an evaluation."""
+        patience = self.run.eval.patience
+        if patience is None or reward is None:
+            return None
+        if reward >= self.run.eval.pass_at:
+            return f"solved: the held-out reward is {reward:.3f}"
+        if self.progress.stale < patience:
+            return None
+        return f"no better for {self.progress.stale} evaluations than {_or_less(self.progress.best_reward):.3f}, after step {self.progress.best_step}"
 
     def save_if_stopped(self) -> None:
         """After a signal: whatever was done since the last checkpoint, be it only the start."""
@@ -280,6 +350,8 @@ class Job:
             self._save()
 
     def _save(self) -> None:
+        if self.rescue is not None:
+            self.progress = replace(self.progress, guard=self.rescue.at_save(self.progress.step))
         self.store.save(
             self.progress,
             model=self.policy.model,
@@ -304,12 +376,15 @@ class Job:
     def measure(self) -> dict[str, Evaluation]:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
         with self._timed("eval"):
-            return measure(self.engine, self.inputs.held_out, self.inputs.held_out_reward, self.run.eval)
+            inputs, settings = self.inputs, self.run.eval
+            return self._surviving(lambda: measure(self.engine, inputs.held_out, inputs.held_out_reward, settings))
 
     def measure_start(self) -> None:
         """The held-out reward of the starting policy, once for a run."""
         if self.progress.step or not self.inputs.held_out or not self.run.eval.every:
             return
+        if self.rescue is not None:
+            self.start = sample_start(self.engine, self.inputs.held_out, self.folder)
         self._start = {key.replace("eval", "eval/start", 1): value for key, value in self.measure().items()}
         self._seconds = {}
         reward = self._start["eval/start"].reward
@@ -331,3 +406,7 @@ class Job:
     def stopping_on_signals(self) -> AbstractContextManager[None]:
         """SIGINT and SIGTERM end the run after the step at hand, saved; a second one ends it at once."""
         return self.stop.on_signals(self.console.say)
+
+
+def _or_less(value: float | None) -> float:
+    return -math.inf if value is None else value

@@ -9,7 +9,7 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,9 @@ from gspo.types import Group, Reward, Rollout, Status, Stop
 
 FORMAT = 1
 """Version of the lines of journal.jsonl and rollouts/*.jsonl.gz."""
+
+REPEATED_RUN = 8
+"""Tokens of a run that is looked for again in the same answer: long enough that no list or proof repeats half of its own."""
 
 Metrics = dict[str, Any]
 """One line of the journal."""
@@ -47,6 +50,8 @@ class StepOutcome:
     change: WeightChange
     evaluations: Mapping[str, Evaluation]
     """By prefix of their keys: `eval`, `eval/start`, `eval/greedy`."""
+    kl_start: float | None
+    """Nats a token between the starting policy and this one; None if it was not measured."""
     seconds: Mapping[str, float]
     """By phase."""
     replaced: Sequence[Group] = ()
@@ -122,14 +127,18 @@ class Journal:
         lines = self._lines.read()
         self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
 
-    def record(self, outcome: StepOutcome) -> Metrics:
-        """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses."""
+    def record(self, outcome: StepOutcome, watch: Callable[[Metrics], Metrics] | None = None) -> Metrics:
+        """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses.
+
+        `watch` sees the line before it is written, and adds keys to it.
+        """
         metrics = step_metrics(outcome)
         self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
         metrics["groups/steps_without_signal"] = self._without_signal
         metrics["max_new_tokens"] = self._max_new_tokens
         said = verdict(metrics)
         metrics |= {"verdict": said.text, "verdict/kind": said.kind, "verdict/warning": said.warning}
+        metrics |= watch(metrics) if watch is not None else {}
         with writing(self._rollouts, outcome.step):
             self._write_rollouts(outcome)
         self._lines.append(metrics)
@@ -179,6 +188,8 @@ def step_metrics(outcome: StepOutcome) -> Metrics:
     metrics |= _routing_metrics(outcome.updates, outcome.row)
     for prefix, evaluation in outcome.evaluations.items():
         metrics |= evaluation_metrics(prefix, evaluation)
+    if "eval" in outcome.evaluations:
+        metrics["eval/kl_start"] = outcome.kl_start
     tokens = metrics["tokens/sampled"]
     total = sum(outcome.seconds.values())
     metrics |= {f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()}
@@ -202,13 +213,19 @@ def _drawing_metrics(outcome: StepOutcome) -> Metrics:
 
 def _group_metrics(groups: Sequence[Group], row: Algorithm) -> Metrics:
     comparable = [g for g in groups if has_baseline(g, row)]
-    uniform = [_rewards(g.judged)[0] for g in comparable if not has_signal(g)]
+    silent = [g for g in comparable if not has_signal(g)]
+    uniform = [_rewards(g.judged)[0] for g in silent]
     return {
         "groups/total": len(groups),
         "groups/signal": sum(has_signal(g) for g in comparable),
         # Rewards of a rule lie in [0, 1]: uniform groups at or beyond its ends are solved or hopeless.
         "groups/all_right": sum(value >= 1 - 1e-9 for value in uniform),
         "groups/all_wrong": sum(value <= 0 for value in uniform),
+        # Of those that are all wrong: nobody knows what their answers would have come to.
+        "groups/all_cut": sum(
+            value <= 0 and all(r.stop is Stop.LENGTH for r in g.judged)
+            for g, value in zip(silent, uniform, strict=True)
+        ),
         "groups/all_equal": sum(0 < value < 1 - 1e-9 for value in uniform),
         "groups/unjudged": len(groups) - len(comparable),
     }
@@ -232,8 +249,16 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "length/mean": fmean(lengths),
         "length/max": max(lengths),
         "truncated/share": fmean(r.stop is Stop.LENGTH for r in rollouts),
+        "repetition/share": fmean(repeats(r) for r in rollouts),
         "tokens/sampled": sum(lengths),
     }
+
+
+def repeats(rollout: Rollout, run: int = REPEATED_RUN) -> bool:
+    """Whether more than half of an answer's runs of `run` tokens stood in it before: it goes round in a loop."""
+    ids = [int(i) for s in rollout.segments for i in s.token_ids[s.policy_mask]]
+    runs = [tuple(ids[i : i + run]) for i in range(len(ids) - run + 1)]
+    return len(set(runs)) < 0.5 * len(runs)
 
 
 def _function_metrics(rewards: Sequence[Reward]) -> Metrics:

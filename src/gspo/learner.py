@@ -10,7 +10,7 @@ experts, K experts chosen for a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from gspo.algorithms.losses import Tally
 from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
-from gspo.errors import OutOfMemoryError, RunError
+from gspo.errors import DivergedError, OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
@@ -64,6 +64,8 @@ class Learner:
     """A critic on this model's layers, trained with it."""
     updates: int = 0
     """Optimizer updates done."""
+    step_size: float = 1.0
+    """Factor on the learning rate, beside the schedule's."""
 
     masters: dict[str, nn.Parameter] = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
@@ -251,7 +253,7 @@ class Learner:
         if not finite_N.all():
             k = int(batch.sequence_N[micro.trained][~finite_N][0])
             ordinal, index, prompt_row = batch.key_R[int(batch.rollout_S[k])]
-            raise RunError(
+            raise DivergedError(
                 f"the {self.noun} of a trained token is not finite: prompt row {prompt_row} (draw {ordinal}), answer {index}, "
                 f"after {self.updates} updates. The weights have diverged, or the checkpoint holds values that are not finite; "
                 f"lower {self.rate_key}, or look at this answer in rollouts/"
@@ -268,9 +270,9 @@ class Learner:
         max_norm = self.settings.max_grad_norm
         grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else math.inf))
         if not math.isfinite(grad_norm):
-            raise RunError(f"the gradient is not finite after {self.updates} updates: lower {self.rate_key}")
+            raise DivergedError(f"the gradient is not finite after {self.updates} updates: lower {self.rate_key}")
         if grad_norm == 0.0 and tally.tokens_lost + tally.tokens_dropped < tally.tokens:
-            raise RunError(
+            raise (DivergedError if self.updates else RunError)(
                 "no trainable weight changed: answers with different rewards gave a gradient of exactly zero. "
                 "Either no gradient reaches the trainable parameters (check which of them require one and are used by the model), or the policy "
                 f"has saturated after {self.updates} updates and gives its tokens a probability of 1: lower optimizer.learning_rate"
@@ -283,7 +285,7 @@ class Learner:
         return grad_norm
 
     def _set_learning_rate(self) -> float:
-        rate = self.settings.learning_rate * schedule(self.settings, self.updates, self.total_updates)
+        rate = self.step_size * self.settings.learning_rate * schedule(self.settings, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -344,14 +346,23 @@ class Learner:
             raise RunError(
                 f"the checkpoint has no optimizer state for {len(missing)} of {len(self.masters)} weights, {missing[0]} among them"
             )
-        names = list(self.masters)
-        slots = {
-            i: {slot: moments[f"{slot}.{name}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
-            for i, name in enumerate(names)
-            if updates
-        }
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
+        self._load_moments(moments if updates else {})
         self.updates = updates
+
+    def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        kept = ("step", "exp_avg", "exp_avg_sq")
+        slots = {i: {s: moments[f"{s}.{n}"] for s in kept} for i, n in enumerate(self.masters) if moments}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
+
+    @torch.no_grad()
+    def put_back(self, weights: Mapping[str, Tensor], moments: dict[str, Tensor]) -> None:
+        """Weights and moments of another moment, none of the start's; updates, and with them the schedule, go on."""
+        for name, master in self.masters.items():
+            master.copy_(weights[name])
+        self._drop_gradients()
+        self._publish()
+        self._load_moments(moments)
+        self._sample = self._sampled_masters()
 
 
 @dataclass

@@ -25,6 +25,8 @@ class Result:
     last_reward: float | None
     """Held-out reward at the last evaluation."""
     best_reward: float | None
+    ended: str | None
+    """Why the run was over before its last step; None if it was not, or a signal ended it."""
     signal: int | None
     """Number of the signal that ended the run early, after saving."""
 
@@ -42,6 +44,7 @@ def train(job: Job) -> Result:
             batches, updates = job.learn(groups)
             job.publish(step)
             metrics = job.record(step, groups, batches, updates)
+            job.act()
             job.save_if_due(metrics)
         job.save_if_stopped()
     return Result(
@@ -50,5 +53,6 @@ def train(job: Job) -> Result:
         start_reward=job.progress.start_reward,
         last_reward=job.progress.last_reward,
         best_reward=job.progress.best_reward,
+        ended=job.ended,
         signal=job.stopped_by.value if job.stopped_by is not None else None,
     )

@@ -23,6 +23,7 @@ from gspo import __version__, settings
 from gspo.ahead import write_ahead
 from gspo.drawing import Drawn
 from gspo.errors import InputError, RunError
+from gspo.guard import State, read_state
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
 from gspo.stage_config import AnyRun
@@ -59,6 +60,10 @@ class Progress:
     """What a KL term that is steered has come to; None: the configured one."""
     seen: tuple[Seen, ...] = ()
     """What the sampler knows of the difficulty of prompts."""
+    stale: int = 0
+    """Evaluations since the best one."""
+    guard: State | None = None
+    """What the guard remembers; None with guard=off."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Store:
         return final
 
     def settle(self, progress: Progress) -> None:
-        """Point `best` at the best checkpoint, then remove all others but the newest `keep`.
+        """Point `best` at the best checkpoint, then remove all others but the newest `keep` and the one that the guard would go back to.
 
         Both follow from `progress` alone, so that a run killed between a save and this is put right when it resumes.
         """
@@ -138,8 +143,10 @@ class Store:
             draft.unlink(missing_ok=True)
             draft.symlink_to(best.relative_to(self._run))
             draft.replace(link)
+        target = None if progress.guard is None else progress.guard.target
+        back = self._folder / f"{target:08d}" if target is not None else None
         for old in self.complete()[: -self._keep]:
-            if old != best:
+            if old not in (best, back):  # the guard may have to go back to one
                 shutil.rmtree(old)
 
     def complete(self) -> list[Path]:
@@ -184,7 +191,11 @@ class Saved:
 
 def read_saved(folder: Path) -> Saved:
     """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
-    checkpoint = latest(folder)
+    return read_checkpoint(latest(folder), folder)
+
+
+def read_checkpoint(checkpoint: Path, folder: Path) -> Saved:
+    """One checkpoint of the run in `folder`. Raises InputError for what is missing, damaged or of another format."""
     moments = _moments(checkpoint / "optimizer.safetensors")
     critic = None
     if (checkpoint / CRITIC).is_file():
@@ -210,7 +221,8 @@ def read_progress(checkpoint: Path) -> Progress:
             f"{checkpoint}: written by another version of gspo, in a format that this one ({__version__}) does not read"
         )
     try:
-        return Progress(**{**progress, "seen": tuple(Seen(**each) for each in progress.get("seen", ()))})
+        seen = tuple(Seen(**each) for each in progress.get("seen", ()))
+        return Progress(**{**progress, "seen": seen, "guard": read_state(progress.get("guard"))})
     except TypeError as error:
         raise _damaged(checkpoint / "state.json", error) from error
 

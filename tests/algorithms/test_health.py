@@ -70,6 +70,27 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
             True,
             ["64 of 64 answers were judged", "mask_truncated"],
         ),
+        ({**SILENT, "groups/all_cut": 4}, "no_signal", False, ["1 all wrong, 4 all cut at the length limit and wrong"]),
+        (
+            {"weights/changed": 0.0, "grad_norm": 0.0, "learning_rate": 1e-9},
+            "unmoved",
+            True,
+            ["no trainable weight changed", "1.0e-09"],
+        ),
+        ({"weights/changed": 0.0, "updates/done": 0, **SILENT}, "no_signal", False, ["0 of 8"]),
+        ({"parity/mean": 0.2}, "apart", True, ["0.2", "do not compute the same model"]),
+        ({"parity/mean": 0.03}, "learning", False, []),
+        ({"repetition/share": 0.6}, "repeating", True, ["60%", "loop"]),
+        (
+            {"clip/rows": 0.97, "ratio/std_over_band": 12.0},
+            "silenced",
+            True,
+            ["97% of the answers", "12 times the band"],
+        ),
+        ({"clip/rows": 0.97, "ratio": "token"}, "learning", False, ["1.0% of the tokens"]),
+        ({"clip/tokens": 0.97, "ratio": "token"}, "silenced", True, ["97% of the tokens"]),
+        ({"staleness/max": 9}, "stale", True, ["9 versions"]),
+        ({"staleness/max": 2, "entropy": 0.21}, "learning", False, ["2 versions old", "entropy 0.21"]),
         ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
         (
             {"anchor": "rollout", "parity/signed": -1.5e-4},
@@ -88,3 +109,14 @@ def test_each_state_has_its_own_sentence(changes: dict[str, Any], kind: str, war
 def test_a_mismatch_matters_only_where_it_enters_the_ratio() -> None:
     assert verdict({**HEALTHY, "parity/signed": -1.0}).kind == "learning"
     assert verdict({**HEALTHY, "anchor": "rollout", "parity/signed": -9e-5}).kind == "learning"
+
+
+def test_a_loss_of_zero_has_three_causes_and_three_sentences() -> None:
+    """huggingface/trl#3452, #3857; Goekdeniz-Guelmez/mlx-lm-lora#55: healthy runs were stopped, and dead ones left to run."""
+    on_policy = verdict({**HEALTHY, "loss": 3e-9, "grad_norm": 0.4, "weights/changed": 0.9})
+    dead = verdict({**HEALTHY, "loss": 0.0, "grad_norm": 0.0, "weights/changed": 0.0})
+    silent = verdict({**HEALTHY, **SILENT, "loss": None, "grad_norm": None, "weights/changed": 0.0})
+    assert [said.kind for said in (on_policy, dead, silent)] == ["learning", "unmoved", "no_signal"]
+    assert "the loss is 0 on policy" in on_policy.text
+    assert "no trainable weight changed" in dead.text
+    assert "no signal" in silent.text

@@ -15,6 +15,16 @@ TRUNCATED = 0.5
 """Share of answers cut at the length limit above which the verdict becomes a warning."""
 BAND_SHARE = 1 / 3
 """Part of the clip band that the engine's mismatch may take before it is said."""
+ROUNDED = 0.1
+"""Nats a token between engine and trainer, on average, beyond what any rounding of weights explains (bfloat16: 0.01 to 0.03)."""
+REPEATED = 0.5
+"""Share of answers that go round in a loop above which the verdict becomes a warning."""
+SILENCED = 0.95
+"""Share of what carries a gradient that the gate may take before it is said."""
+STALE = 8
+"""Versions by which answers may be old before it is said."""
+NOTHING = 1e-6
+"""A loss that is called 0."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +32,34 @@ class Verdict:
     """What a step says about the run."""
 
     kind: str
-    """unjudged, no_signal, left_out, mismatch, truncated or learning."""
+    """unjudged, no_signal, left_out, unmoved, apart, mismatch, truncated, repeating, silenced, stale or learning."""
     text: str
     warning: bool = False
 
 
 def verdict(metrics: Mapping[str, Any]) -> Verdict:
-    """Read a step's metrics, gravest cause first."""
-    for judge in (_unjudged, _no_signal, _left_out, _mismatch, _truncated):
+    """Read a step's metrics, gravest cause first. Keys that an older journal lacks are not judged."""
+    causes = (
+        _unjudged, _no_signal, _left_out, _unmoved, _apart, _mismatch, _truncated, _repeating, _silenced, _stale,
+    )  # fmt: skip
+    for judge in causes:
         found = judge(metrics)
         if found is not None:
             return found
     return _learning(metrics)
+
+
+def _why_silent(m: Mapping[str, Any]) -> str:
+    """Why groups carry no signal, by cause; empty if all do."""
+    cut = m.get("groups/all_cut", 0)
+    causes = {
+        "all right": m["groups/all_right"],
+        "all wrong": m["groups/all_wrong"] - cut,
+        "all cut at the length limit and wrong": cut,
+        "all equal": m["groups/all_equal"],
+        "too few judged": m["groups/unjudged"],
+    }
+    return ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
 
 
 def _unjudged(m: Mapping[str, Any]) -> Verdict | None:
@@ -55,14 +81,7 @@ def _by_critic(m: Mapping[str, Any]) -> bool:
 def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
     if m["groups/signal"] or _by_critic(m):
         return None
-    causes = {
-        "all right": m["groups/all_right"],
-        "all wrong": m["groups/all_wrong"],
-        "all equal": m["groups/all_equal"],
-        "too few judged": m["groups/unjudged"],
-    }
-    why = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
-    text = f"no signal: 0 of {m['groups/total']} groups carry any ({why})"
+    text = f"no signal: 0 of {m['groups/total']} groups carry any ({_why_silent(m)})"
     if m["groups/replaced"]:
         text += f", although {m['groups/replaced']} others had been replaced before"
     if m["updates/done"]:
@@ -120,21 +139,90 @@ def _with_signal(m: Mapping[str, Any]) -> str:
     return f"{m['rollouts/judged']} of {m['rollouts/total']} answers were judged{said}"
 
 
+def _unmoved(m: Mapping[str, Any]) -> Verdict | None:
+    if m.get("weights/changed", 1.0) or not m["updates/done"]:
+        return None
+    return Verdict(
+        "unmoved",
+        f"{m['updates/done']} updates were made and no trainable weight changed: either no gradient reaches the trainable weights "
+        f"(gradient norm {m.get('grad_norm') or 0.0:.2g}), or the learning rate, {m.get('learning_rate') or 0.0:.1e}, is too small for their precision",
+        warning=True,
+    )
+
+
+def _apart(m: Mapping[str, Any]) -> Verdict | None:
+    parity = m.get("parity/mean")
+    if parity is None or parity <= ROUNDED:
+        return None
+    return Verdict(
+        "apart",
+        f"engine and trainer give the sampled tokens log-probabilities that differ by {parity:.2g} on average, more than rounding does: "
+        "they do not compute the same model. Set engine.weights=same, top_p=1 and top_k=0, or look for what else differs",
+        warning=True,
+    )
+
+
+def _repeating(m: Mapping[str, Any]) -> Verdict | None:
+    share = m.get("repetition/share")
+    if share is None or share <= REPEATED:
+        return None
+    return Verdict(
+        "repeating",
+        f"{share:.0%} of the answers go round in a loop (more than half of their runs of tokens stood in them before): "
+        "lower optimizer.learning_rate, or see in rollouts/ whether the reward pays for it",
+        warning=True,
+    )
+
+
+def _clipped(m: Mapping[str, Any]) -> tuple[float, str]:
+    """The share that the gate took, of what this algorithm's ratio belongs to."""
+    return (m["clip/rows"], "answers") if m["ratio"].startswith("sequence") else (m["clip/tokens"], "tokens")
+
+
+def _silenced(m: Mapping[str, Any]) -> Verdict | None:
+    share, unit = _clipped(m)
+    if m["clip/band"] is None or share <= SILENCED:
+        return None
+    spread = m.get("ratio/std_over_band")
+    wide = f"; the log ratios spread over {spread:.0f} times the band" if spread else ""
+    return Verdict(
+        "silenced",
+        f"{share:.0%} of the {unit} lost their gradient to the clip, so hardly anything is learned{wide}: lower optimizer.learning_rate, "
+        "make fewer updates a step, or widen algorithm.clip_low and algorithm.clip_high",
+        warning=True,
+    )
+
+
+def _stale(m: Mapping[str, Any]) -> Verdict | None:
+    age = m.get("staleness/max")
+    if age is None or age <= STALE:
+        return None
+    return Verdict(
+        "stale",
+        f"the oldest answers were written {age} versions of the weights ago: lower max_staleness, or let algorithm.correction weigh the lag",
+        warning=True,
+    )
+
+
 def _learning(m: Mapping[str, Any]) -> Verdict:
-    silent = {
-        "all right": m["groups/all_right"],
-        "all wrong": m["groups/all_wrong"],
-        "all equal": m["groups/all_equal"],
-        "too few judged": m["groups/unjudged"],
-    }
-    why = ", ".join(f"{count} {cause}" for cause, count in silent.items() if count)
+    why = _why_silent(m)
     text = _with_signal(m) + (f" ({why})" if why and not _by_critic(m) else "")
     text += f"; weights moved by {m['weights/relative']:.1e} in {m['updates/done']} updates"
-    if m["clip/band"] is None or m["updates/done"] < 2:
-        return Verdict("learning", text)
-    if m["ratio"].startswith("sequence"):
-        return Verdict(
-            "learning",
-            f"{text}; {m['clip/rows']:.0%} of the answers clipped, which for a sequence ratio is by design far more than for a token ratio",
+    loss, gradient = m.get("loss"), m.get("grad_norm")
+    if loss is not None and gradient and abs(loss) < NOTHING:
+        text += (
+            f"; the loss is 0 on policy, where advantages add up to nothing, and its gradient ({gradient:.2g}) is not"
         )
-    return Verdict("learning", f"{text}; {m['clip/tokens']:.1%} of the tokens clipped")
+    if m["clip/band"] is not None and m["updates/done"] >= 2:
+        share, unit = _clipped(m)
+        by_design = ", which for a sequence ratio is by design far more than for a token ratio"
+        text += (
+            f"; {share:.0%} of the answers clipped{by_design}"
+            if unit == "answers"
+            else f"; {share:.1%} of the tokens clipped"
+        )
+    if m.get("entropy") is not None:
+        text += f"; entropy {m['entropy']:.2g} nats a token"
+    if m.get("staleness/max"):
+        text += f"; answers up to {m['staleness/max']} versions old"
+    return Verdict("learning", text)

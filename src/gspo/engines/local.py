@@ -25,7 +25,7 @@ from gspo.engines.engine import Request
 from gspo.engines.rounding import rounded
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
-from gspo.errors import InputError, RunError
+from gspo.errors import DivergedError, InputError, RunError
 from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
@@ -131,6 +131,11 @@ class LocalEngine:
         while self._waiting or self._flight.answers:
             yield from self._advance()
         self._flight = _Flight(self._sampling.max_new_tokens)  # its memory is the learner's now
+
+    def abandon(self) -> None:
+        """Give up every answer that was asked for and not collected."""
+        self._waiting.clear()
+        self._flight = _Flight(self._sampling.max_new_tokens)
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
@@ -239,7 +244,7 @@ class LocalEngine:
         finite_B = torch.isfinite(logprob_B)
         if not bool(finite_B.all()):
             opened, index = self._flight.answers[rows][int(finite_B.logical_not().nonzero()[0])]
-            raise RunError(
+            raise DivergedError(
                 f"row {opened.request.prompt.row}, answer {index}: weights version {self.version} give logits that are not finite: "
                 "the update before it diverged; lower optimizer.learning_rate, or go on from an earlier checkpoint"
             )

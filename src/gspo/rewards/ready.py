@@ -55,6 +55,8 @@ class Ready:
     wants: str = ""
     """What `check` looks for, in words."""
     notes: tuple[str, ...] = ()
+    gold: Callable[[Any], str] | None = None
+    """An answer that is right, from what stands in the column that it reads; None if that cannot be known."""
 
 
 def _column(argument: str | None) -> str:
@@ -62,7 +64,7 @@ def _column(argument: str | None) -> str:
 
 
 def _compared(
-    function: Callable[..., float], usable: Callable[[Any], bool], wants: str
+    function: Callable[..., float], usable: Callable[[Any], bool], wants: str, gold: Callable[[Any], str] = str
 ) -> Callable[[str, str | None, Around], Ready]:
     """A rule that compares the completion with a column."""
 
@@ -71,7 +73,7 @@ def _compared(
         require_columns({"answer": column}, rows, where)
         if unusable := [i for i, row in enumerate(rows.rows) if not usable(row[column])]:
             raise InputError(f"{where}: {unusable_words(rows, column, unusable, wants)}")
-        return Ready(Call(function, {"answer": column}), bounded=True)
+        return Ready(Call(function, {"answer": column}), bounded=True, gold=gold)
 
     return make
 
@@ -85,6 +87,10 @@ def unusable_words(rows: Rows, column: str, unusable: list[int], wants: str) -> 
     )
 
 
+def _in_box(answer: Any) -> str:
+    return rf"\boxed{{{rules.gold_of_box(answer).strip().strip('$')}}}"
+
+
 def _math(where: str, argument: str | None, around: Around) -> Ready:
     require_extra("math_verify", "math", where)
     column = _column(argument)
@@ -94,6 +100,7 @@ def _math(where: str, argument: str | None, around: Around) -> Ready:
         Call(maths.equals, reads, prepare=maths.prepare),
         check=Call(maths.comparable, reads, prepare=maths.prepare),
         wants="a mathematical expression, or a list of them",
+        gold=lambda answer: _in_box(answer[0] if isinstance(answer, list | tuple) and answer else answer),
     )
 
 
@@ -220,7 +227,7 @@ _NOT_EMPTY = "text that is not empty"
 READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "exact": _compared(rules.exact, lambda answer: str(answer).strip() != "", _NOT_EMPTY),
     "number": _compared(rules.number, lambda answer: rules.as_number(answer) is not None, "a number and nothing else"),
-    "boxed": _compared(rules.boxed, lambda answer: rules.bare(rules.gold_of_box(answer)) != "", _NOT_EMPTY),
+    "boxed": _compared(rules.boxed, lambda answer: rules.bare(rules.gold_of_box(answer)) != "", _NOT_EMPTY, _in_box),
     "math": _math,
     "reasoning-gym": _reasoning_gym,
     "code": _code,

@@ -43,6 +43,7 @@ _BASE: Keys = {
     "optimizer.beta1": 0.9,
     "optimizer.beta2": 0.95,
     "optimizer.max_grad_norm": 1.0,
+    "guard": "off",  # an arm that collapses is to be seen to
     "eval.every": 0,
     "checkpoint.every": 25,
     "checkpoint.keep": 1,

@@ -1,0 +1,222 @@
+"""`gspo check` on real recipes: what it says when all is well, and that each of its checks can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import gspo
+from gspo import preflight, settings
+from gspo.check import _memory, _step, check, memory_of_machine
+from gspo.inputs import read_inputs
+from gspo.models.tiny import tiny_tokenizer
+from gspo.preflight import Finding
+from gspo.trial import Trial
+from gspo.types import Prompt
+
+SMALL = ["threads=1", "prompts_per_step=4", "group_size=4", "sampling.max_new_tokens=4"]
+
+
+def checked(words: list[str], tmp_path: Path, recipe: str = "tiny") -> tuple[int, list[str]]:
+    lines: list[str] = []
+    code = check(recipe, [*SMALL, f"dir={tmp_path / 'run'}", *words], lines.append)
+    return code, lines
+
+
+def test_a_sound_recipe_is_ready_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    code, lines = checked(["reward=number", "algorithm=grpo"], tmp_path)
+    assert (code, lines[-1]) == (0, "ready")
+    assert list(tmp_path.iterdir()) == []
+    text = "\n".join(lines)
+    for words in (
+        "73 prompts of 61 to 61 tokens, columns a, answer, b, prompt; 16 held-out",
+        "prompts come back as the same ids",
+        "each turn leaves what stands before it as it was",
+        "reward number: gold answers: 64 rows tried, an answer formed of column answer earns the reward in each",
+        "4 prompts x 4 answers = 16 rollouts a step",
+        "temperature=1.0",
+        "a checkpoint takes",
+        "16 answers of 4 tokens to prompts of 61",
+        "an update on 4 of them",
+        "GB of memory",
+    ):
+        assert words in text, words
+    assert "MEND" not in text
+
+
+def judge(folder: Path, body: str) -> str:
+    (folder / "judge.py").write_text(body)
+    return f"{folder / 'judge.py'}:score"
+
+
+PICKY = "def score(completion, answer):\n    return float(completion == answer and int(answer) % 2 == 0)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["learning_rate=1"], "learning_rate"),
+        (["data.prompt=question"], "question"),
+        (["reward=number:solution"], "'solution'"),
+        (["sampling.max_new_tokens=100000"], "2048 positions"),
+        (["eval.every=0", "eval.patience=2"], "eval.patience"),
+        (["algorithm.load_balance=0.1"], "no experts"),
+        (["checkpoint.keep=1", "steps=0"], "steps"),
+    ],
+)
+def test_what_has_to_be_mended_is_listed(words: list[str], told: str, tmp_path: Path) -> None:
+    code, lines = checked(words, tmp_path)
+    assert code == 2
+    at = lines.index("not ready, 1 to mend:")
+    assert told in lines[at + 1]
+
+
+def test_every_fault_is_listed_not_the_first_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "journal.jsonl").write_text("")
+    code, lines = checked(["sampling.max_new_tokens=100000", f"reward={judge(tmp_path, PICKY)}"], tmp_path)
+    assert code == 2
+    assert lines[-4] == "not ready, 3 to mend:"
+    assert "gives nothing for the gold answers" in lines[-3]
+    assert "there is a run in this folder" in lines[-2]
+    assert "2048 positions" in lines[-1]
+
+
+# ------------------------------------------------------------------------------ golds
+
+
+def golds(tmp_path: Path, *words: str) -> list[Finding]:
+    inputs = read_inputs(settings.load("tiny", [*SMALL, *words]))
+    try:
+        return preflight.golds(settings.load("tiny", [*SMALL, *words]), inputs)
+    finally:
+        inputs.close()
+
+
+def test_a_function_that_pays_for_some_golds_alone_is_to_be_mended(tmp_path: Path) -> None:
+    (found,) = golds(tmp_path, f"reward={judge(tmp_path, PICKY)}")
+    assert found.mend is not None
+    assert "do not pay for their own gold answer" in found.text
+    assert "is worth 0" in found.text
+
+
+def test_a_function_that_wants_a_form_that_cannot_be_guessed_is_said(tmp_path: Path) -> None:
+    body = "def score(completion, answer):\n    return float(completion == f'#### {answer}')\n"
+    (found,) = golds(tmp_path, f"reward={judge(tmp_path, body)}")
+    assert found.mend is None
+    assert found.note
+    assert "try it on an answer" in found.text
+
+
+def test_a_function_that_fails_on_its_gold_shows_the_failure(tmp_path: Path) -> None:
+    body = "def score(completion, answer):\n    return float(answer) / len(completion) if completion and int(answer) > 4 else completion and 1 / 0 or 0\n"
+    (found,) = golds(tmp_path, f"reward={judge(tmp_path, body)}")
+    assert found.mend is not None
+    assert "fails: ZeroDivisionError" in found.text
+
+
+def test_where_no_gold_can_be_formed_it_is_said(tmp_path: Path) -> None:
+    (found,) = golds(tmp_path, "reward=regex:^[0-9]")
+    assert "none can be formed" in found.text
+    assert not found.note
+
+
+@pytest.mark.parametrize("reward", ["number", "exact", "boxed", "math"])
+def test_the_golds_of_ready_rewards_earn_them(reward: str, tmp_path: Path) -> None:
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    (found,) = golds(tmp_path, f"reward={reward}")
+    assert found.mend is None
+    assert "earns the reward in each" in found.text
+
+
+def test_a_gold_that_its_own_rule_does_not_pay_for_stops_a_run_before_it_starts(tmp_path: Path) -> None:
+    rows = [{"prompt": "half?", "answer": r"\frac{1}{2"}, {"prompt": "one?", "answer": "1"}]
+    with pytest.raises(gspo.InputError, match=r"reward boxed gives nothing for the gold answers of 1 of 2 rows"):
+        gspo.train("tiny", data=rows, reward="boxed", dir=str(tmp_path / "run"), steps=1, prompts_per_step=4)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------ templates
+
+
+def prompt(ids: list[int]) -> Prompt:
+    return Prompt(0, "ab", np.array(ids), {})
+
+
+def test_ids_that_do_not_come_back_from_text_are_said() -> None:
+    """verl-project/verl#6719: a tokenizer in which [0, 1] decodes to a text that encodes to [2]."""
+    core = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    assert not preflight.round_trip([prompt([2])], tokenizer).note
+    found = preflight.round_trip([prompt([2]), prompt([0, 1])], tokenizer)
+    assert found.note
+    assert "1 of 2 prompts come back as other ids" in found.text
+
+
+DROPS = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}"
+    "{% if '</think>' in m['content'] and not loop.last %}{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_said() -> None:
+    """NVIDIA-NeMo/RL#2821, OpenPipe/ART#726."""
+    tokenizer = tiny_tokenizer()
+    assert not preflight.prefix(tokenizer, chat=True).note
+    tokenizer.chat_template = DROPS
+    found = preflight.prefix(tokenizer, chat=True)
+    assert found.note
+    assert "rewrites the first answer" in found.text
+    tokenizer.chat_template = DROPS.replace("'assistant: '", "'assistant: <think>'")
+    assert "does not begin with the prompt" in preflight.prefix(tokenizer, chat=True).text
+    assert preflight.prefix(tokenizer, chat=False).text == "no chat template is used"
+
+
+# ------------------------------------------------------------------------------ the machine
+
+MEASURED = Trial(
+    parameters=1000, prompt_tokens=10, answers=16, rollout_seconds=2.0, trained=4, update_seconds=3.0, peak_bytes=10**8,
+    budget=1024, on_gpu=False,
+)  # fmt: skip
+
+
+def test_a_disk_that_is_too_small_is_to_be_mended(tmp_path: Path) -> None:
+    run = settings.load("tiny", SMALL)
+    assert preflight.disk(run, tmp_path / "run", 1000).mend is None
+    assert "0.00 GB" in preflight.disk(run, tmp_path / "run", 1000).text
+    found = preflight.disk(run, tmp_path / "deep" / "run", 10**15)
+    assert found.mend is not None
+    assert "24000000.00 GB are needed" in found.mend
+
+
+def test_a_step_that_fits_only_in_smaller_pieces_and_one_that_fills_memory_are_to_be_mended() -> None:
+    run = settings.load("tiny", SMALL)
+    assert _step(run, MEASURED).mend is None
+    assert _step(run, replace(MEASURED, budget=256)).mend == (
+        "max_tokens_per_microbatch=1024 does not fit into memory: set it to 256"
+    )
+    assert _memory(MEASURED).mend is None
+    assert "lower max_tokens_per_microbatch" in str(
+        _memory(replace(MEASURED, peak_bytes=int(memory_of_machine()))).mend
+    )
+
+
+def test_the_projection_counts_steps_updates_and_evaluations() -> None:
+    run = settings.load("tiny", [*SMALL, "steps=20", "eval.every=5", "eval.samples=2", "algorithm.epochs=2"])
+    # 16 answers in 2 s; each trained twice, 4 of them in 3 s.
+    assert MEASURED.step_seconds(run) == pytest.approx(2 + 2 * 12)
+    # 5 evaluations of 8 prompts, 2 answers each.
+    assert MEASURED.run_seconds(run, 8) == pytest.approx(20 * 26 + 5 * 2)
+
+
+def test_optional_parts_are_listed() -> None:
+    found: Any = preflight.parts()
+    assert "installed" in found.text

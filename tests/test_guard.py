@@ -1,0 +1,217 @@
+"""The guard's rules: each holds where it should, on made-up steps, on recorded collapses, and not on healthy runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo import guard
+from gspo.guard import ACT_AFTER, FIRST, MAX_ROLLBACKS, WARN_AFTER, Decision, State, read_state, rolled_back, watch
+
+RECORDED = Path(__file__).parent / "data" / "journals"
+CALM: dict[str, Any] = {
+    "reward/mean": 0.6,
+    "reward/std": 0.4,
+    "groups/signal": 6,
+    "groups/total": 8,
+    "groups/all_right": 1,
+    "entropy": 0.3,
+    "grad_norm": 0.5,
+    "truncated/share": 0.1,
+    "repetition/share": 0.0,
+}
+
+
+def after(steps: list[dict[str, Any]], state: State | None = None) -> tuple[State, list[Decision]]:
+    state, decisions = state or State(), []
+    for step in steps:
+        state, decision = watch(state, {**CALM, **step})
+        decisions.append(decision)
+    return state, decisions
+
+
+def actions(decisions: list[Decision]) -> list[tuple[str, str | None]]:
+    return [(d.action, d.rule) for d in decisions if d.action != "none"]
+
+
+def evaluated(reward: float, half: float = 0.05, prefix: str = "eval") -> dict[str, Any]:
+    return {f"{prefix}/reward": reward, f"{prefix}/reward_low": reward - half, f"{prefix}/reward_high": reward + half}
+
+
+def test_a_steady_run_is_left_alone() -> None:
+    state, decisions = after([{}] * 40)
+    assert actions(decisions) == []
+    assert state.calm
+
+
+def test_a_reward_that_falls_is_warned_of_and_then_rolled_back() -> None:
+    state, decisions = after([{}] * 10 + [{"reward/mean": 0.0}] * 12)
+    kinds = actions(decisions)
+    assert kinds[0] == ("warn", "reward")
+    assert kinds[1] == ("rollback", "reward")
+    first = next(i for i, d in enumerate(decisions) if d.action == "warn")
+    assert decisions[first + ACT_AFTER - WARN_AFTER].action == "rollback"
+    assert "below its best, 0.600" in decisions[first].text
+    assert not state.calm
+
+
+def test_rewards_are_measured_in_their_own_spread() -> None:
+    """A reward of any scale, negative too: the same course, a thousand times as large and shifted, is judged alike."""
+    course = [0.6] * 10 + [0.35] * 12
+    _, small = after([{"reward/mean": r, "reward/std": 0.4} for r in course])
+    _, large = after([{"reward/mean": 1000 * r - 5000, "reward/std": 400.0} for r in course])
+    assert actions(small) == actions(large) != []
+
+
+def test_a_small_fall_is_no_collapse() -> None:
+    assert actions(after([{}] * 10 + [{"reward/mean": 0.45}] * 30)[1]) == []
+
+
+DOWN = {"reward/mean": 0.46}
+"""Low enough, on average, that a symptom is an alarm, and not enough to be one alone."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "symptom"),
+    [
+        ("entropy", {"entropy": 0.001}),
+        ("entropy", {"entropy": 2.0}),
+        ("gradient", {"grad_norm": 50.0}),
+        ("truncation", {"truncated/share": 0.95}),
+        ("repetition", {"repetition/share": 0.7}),
+        ("kl", {"eval/kl_start": 1.5, **evaluated(0.6)}),
+    ],
+)
+def test_a_symptom_warns_and_is_an_alarm_only_while_the_reward_is_down(rule: str, symptom: dict[str, Any]) -> None:
+    state, _ = after([{}] * 10)
+    _, alone = after([symptom] * 8, state)
+    assert actions(alone) == [("warn", rule)], "said once"
+    fallen, before = after([DOWN] * 8, state)
+    assert actions(before) == []
+    _, both = after([{**symptom, **DOWN}] * ACT_AFTER, fallen)
+    assert actions(both) == [("warn", rule), ("rollback", rule)]
+
+
+@pytest.mark.parametrize(
+    "symptom",
+    [{"entropy": 0.1}, {"grad_norm": 5.0}, {"truncated/share": 0.8}, {"repetition/share": 0.3}, {"eval/kl_start": 0.3}],
+)
+def test_what_healthy_runs_show_is_no_symptom(symptom: dict[str, Any]) -> None:
+    fallen, _ = after([{}] * 10 + [DOWN] * 8)
+    assert actions(after([{**symptom, **DOWN}] * 8, fallen)[1]) == []
+
+
+def test_an_end_of_all_signal_is_an_alarm_unless_the_task_is_solved() -> None:
+    low = {"reward/mean": 0.1, "reward/std": 0.3}
+    silent = {**low, "reward/mean": 0.06, "groups/signal": 0, "groups/all_right": 0}
+    state, _ = after([low] * 10)
+    assert actions(after([silent] * ACT_AFTER, state)[1])[-1] == ("rollback", "silence")
+    solved = {"reward/mean": 1.0, "groups/signal": 0, "groups/all_right": 8, "reward/std": 0.0}
+    assert actions(after([solved] * 20, state)[1]) == []
+    never, _ = after([{**low, "groups/signal": 1}] * 10)
+    assert actions(after([silent] * 20, never)[1]) == [], "a task with little signal is not a collapse"
+
+
+def test_an_evaluation_that_falls_is_an_alarm_at_once() -> None:
+    start = {**evaluated(0.3, prefix="eval/start"), **evaluated(0.32)}
+    state, _ = after([start, *[{}] * 8, evaluated(0.8)])
+    assert actions(after([evaluated(0.6)], state)[1]) == [], "significant, and small"
+    assert actions(after([evaluated(0.25, half=0.9)], state)[1]) == [], "large, and not significant"
+    assert actions(after([evaluated(0.25)], state)[1]) == [("rollback", "evaluation")]
+    assert actions(after([{**evaluated(float("nan"))}], state)[1]) == []
+
+
+def test_the_start_counts_as_an_evaluation() -> None:
+    assert actions(after([{**evaluated(0.5, prefix="eval/start"), **evaluated(0.05)}])[1]) == [
+        ("rollback", "evaluation")
+    ]
+
+
+def test_rollbacks_are_bounded_and_time_goes_on() -> None:
+    state, _ = after([{}] * 10)
+    then = replace(state, target=7)
+    for rollback in range(1, MAX_ROLLBACKS + 1):
+        assert guard.alarm(state, "reward", "").action == "rollback"
+        state = rolled_back(replace(state, target=7), then)
+        assert (state.rollbacks, state.step_size, state.target) == (rollback, 0.5**rollback, 7)
+    assert guard.alarm(state, "reward", "").action == "stop"
+    assert state.rewards == ()
+    assert state.best == then.best
+
+
+def test_numbers_that_are_missing_are_not_judged() -> None:
+    """A step without an update has no entropy and no gradient; one without a verdict no reward."""
+    holes = dict.fromkeys(("reward/mean", "reward/std", "entropy", "grad_norm"))
+    old = {key: value for key, value in CALM.items() if key not in ("repetition/share", "truncated/share")}
+    state, decision = State(), Decision()
+    for step in [CALM, {**CALM, **holes, "groups/signal": 0}, old] * 5:
+        state, decision = watch(state, step)
+        assert decision.action == "none"
+    assert len(state.entropies) == FIRST
+
+
+def test_what_the_guard_remembers_survives_a_checkpoint() -> None:
+    state, _ = after([{}] * 10 + [{"grad_norm": 50.0, **evaluated(0.6), "eval/kl_start": 0.1}] * 2)
+    assert state.strikes
+    assert read_state(json.loads(json.dumps(asdict(state)))) == state
+    assert read_state(None) is None
+
+
+# ------------------------------------------------------------------------------ recorded runs
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    with gzip.open(RECORDED / f"{name}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def watched(name: str) -> list[tuple[int, str, str | None]]:
+    """What the guard would have said of each step, as if nothing were done about it."""
+    state, said = State(), []
+    for line in recorded(name):
+        state, decision = watch(state, line)
+        if decision.action != "none":
+            said.append((line["step"], decision.action, decision.rule))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "latest"),
+    [
+        ("collapse-learning-rate", "evaluation", 10),
+        ("collapse-unclipped", "reward", 20),
+        ("collapse-fp8", "reward", 35),
+    ],
+)
+def test_real_collapses_are_recognised(name: str, rule: str, latest: int) -> None:
+    """Runs of the product on tiny-dense; docs/guard.md has their settings."""
+    step, _, found = next(each for each in watched(name) if each[1] == "rollback")
+    assert found == rule
+    assert step <= latest
+    assert step < len(recorded(name)) - 10, "early enough to be of use"
+
+
+def test_a_collapse_is_recognised_without_evaluations_too() -> None:
+    state, alarms = State(), []
+    for line in recorded("collapse-learning-rate"):
+        state, decision = watch(state, {k: v for k, v in line.items() if not k.startswith("eval")})
+        alarms += [(line["step"], decision.rule)] if decision.action == "rollback" else []
+    assert alarms[0] == (13, "reward")
+
+
+HEALTHY = sorted(path.name.removesuffix(".jsonl.gz") for path in RECORDED.glob("healthy-*.gz"))
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_are_left_alone(name: str) -> None:
+    assert watched(name) == []
+
+
+def test_there_are_healthy_runs_to_be_left_alone() -> None:
+    assert len(HEALTHY) >= 8
+    assert sum(len(recorded(name)) for name in HEALTHY) >= 300
