@@ -152,13 +152,16 @@ def new_folder(run: AnyRun) -> Path:
     return folder
 
 
+_LONGEST = {True: "sampling.max_new_tokens", False: "conversation.max_tokens"}
+
+
 def _require_room(policy: Policy, inputs: Inputs, run: Run) -> None:
     """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = len(inputs.longest.token_ids), run.sampling.max_new_tokens
+    prompt, answer = len(inputs.longest.token_ids), run.longest
     if positions is not None and prompt + answer > positions:
         raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the model's {positions} positions: "
+            f"row {inputs.longest.row}: a prompt of {prompt} tokens and {_LONGEST[run.talk is None]}={answer} exceed the model's {positions} positions: "
             "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
         )
 
@@ -203,7 +206,7 @@ def _learner(run: Run, policy: Policy) -> Learner:
         row=run.algorithm,
         settings=run.optimizer,
         temperature=run.sampling.temperature,
-        max_new_tokens=run.sampling.max_new_tokens,
+        max_new_tokens=run.longest,
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
@@ -211,7 +214,10 @@ def _learner(run: Run, policy: Policy) -> Learner:
 
 
 def _engine(run: Run, policy: Policy, console: Console) -> LocalEngine:
-    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True)
+    longest = run.longest
+    engine = LocalEngine(
+        policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True, longest=longest
+    )
     if engine.copied_bytes:
         console.say(
             f"engine.weights={run.engine.weights}: answers and evaluations come from a rounded copy of the weights, "
@@ -331,12 +337,18 @@ def _evaluated(run: Run, inputs: Inputs) -> Iterator[str]:
     policy = load_policy(run.model)
     yield policy.announcement
     cast(policy.model, policy.compute_dtype)
-    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights)
+    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, longest=run.longest)
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:
         found, _ = evaluate(
-            engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
+            engine,
+            inputs.held_out,
+            inputs.held_out_reward,
+            samples=e.samples,
+            pass_at=e.pass_at,
+            greedy=greedy,
+            partner=inputs.held_out_talks,
         )
         name, k = "greedy" if greedy else "sampled", found.samples
         yield from (f"note: {notice}" for notice in inputs.held_out_reward.notices())

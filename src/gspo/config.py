@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -71,7 +72,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a built-in task: addition:LOW-HIGH (sums), sort:N (N letters)."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a built-in task (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH), or file.py:NAME, an environment that makes its own prompts."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -88,16 +89,20 @@ class Data(Section):
     """Use only the first so many rows."""
 
 
+Named = Annotated[
+    str | Callable[..., Any],
+    PlainSerializer(
+        lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
+    ),
+]
+"""`file.py:name`, or from Python the thing itself."""
+
+
 class RewardRule(Section):
     """How an answer is judged."""
 
     shorthand = "function"
-    function: Annotated[
-        str | Callable[..., Any],
-        PlainSerializer(
-            lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
-        ),
-    ] = "number"
+    function: Named = "number"
     """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see the README), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
     weight: float = 1.0
     """What its value counts in the sum of several; 0: it is journalled, and counts nothing."""
@@ -157,6 +162,30 @@ class Engine(Section):
     shorthand = "weights"
     weights: Literal["same", "bf16", "fp8", "fp8_cast", "int8", "int6"] = "same"
     """Precision of the weights that answer, in training and evaluation; others than `same` are a rounded copy, and the trained ones stay as they are. fp8: e4m3 with a scale a row; fp8_cast: e4m3 of each entry, no scale; int8, int6: a scale a row."""
+
+
+class Conversation(Section):
+    """What an answer is the first turn of."""
+
+    shorthand = "environment"
+    environment: Named | None = None
+    """`file.py:NAME`: a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md). With rows from a file, `reset` also takes the columns that it names."""
+    tools: Annotated[tuple[Named, ...], BeforeValidator(lambda value: _listed(value))] = ()
+    """In its place: functions that the model may call, `file.py:name` or the ready `calculator`; rewards judge the last reply."""
+    max_turns: int = Field(default=4, gt=0)
+    """Replies of the model; then the conversation is cut."""
+    max_tokens: int = Field(default=1024, gt=0)
+    """Tokens after the prompt, replies and what is said to them; then the conversation is cut."""
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds that an environment has for a step; then its process is killed, and the conversation ends as an error."""
+    history: Literal["template", "verbatim"] = "template"
+    """What the model sees of its earlier turns. template: what the chat template makes of them, by a branch where it rewrites them; verbatim: what it wrote."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Conversation:
+        if self.environment is not None and self.tools:
+            raise ValueError("environment and tools are two environments: an environment can call tools itself")
+        return self
 
 
 class Optimizer(Section):
@@ -239,6 +268,7 @@ class Run(Section):
     reward: Rules = (RewardRule(),)
     judging: Judging = Judging()
     sampling: Sampling = Sampling()
+    conversation: Conversation | None = None
     engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
@@ -261,7 +291,24 @@ class Run(Section):
                 f"algorithm.updates_per_step={row.updates_per_step} updates cannot be cut by whole groups from prompts_per_step={self.prompts_per_step}: "
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
+        if self.talk is not None and self.talk.max_tokens < self.sampling.max_new_tokens:
+            raise ValueError(
+                f"conversation.max_tokens={self.talk.max_tokens} is less than one reply may have, sampling.max_new_tokens={self.sampling.max_new_tokens}"
+            )
         return self
+
+    @property
+    def talk(self) -> Conversation | None:
+        """The conversation, if answers are turns of one: `data=file.py:NAME` alone is one too."""
+        source = self.data.source
+        if not _IN_FILE.fullmatch(source):
+            return self.conversation
+        return (self.conversation or Conversation()).model_copy(update={"environment": source})
+
+    @property
+    def longest(self) -> int:
+        """Tokens that may come after a prompt."""
+        return self.sampling.max_new_tokens if self.talk is None else self.talk.max_tokens
 
 
 class Pairs(Data):
@@ -345,6 +392,15 @@ def _rules(value: Any) -> tuple[Any, ...]:
     if not rules:
         raise ValueError("an empty list; name at least one rule")
     return rules
+
+
+_IN_FILE = re.compile(r".+\.py:\w+")
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(","))
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _algorithm(value: Any) -> Any:

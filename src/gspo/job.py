@@ -91,7 +91,8 @@ class Job:
     def _sample(self) -> list[Group]:
         """Draw prompts, sample their answers, judge them."""
         draws = self.sampler.take(self.run.prompts_per_step)
-        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+        count, talks = self.run.group_size, self.inputs.talks
+        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=count, partner=talks) for d in draws]
         try:
             groups = rollout(self.engine, requests, self.inputs.reward)
         except RunError:
@@ -253,7 +254,8 @@ class Job:
     def measure(self) -> dict[str, Evaluation]:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
         with self._timed("eval"):
-            return measure(self.engine, self.inputs.held_out, self.inputs.held_out_reward, self.run.eval)
+            inputs = self.inputs
+            return measure(self.engine, inputs.held_out, inputs.held_out_reward, self.run.eval, inputs.held_out_talks)
 
     def measure_start(self) -> None:
         """The held-out reward of the starting policy, once for a run."""

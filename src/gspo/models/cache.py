@@ -95,10 +95,16 @@ class TreeCache:
         if not bucket.prompt_names:
             del self._buckets[size]
 
-    def step(self, device: torch.device | str) -> Step:
-        """The layout of the next token of every row."""
+    def step(self, device: torch.device | str, held_B: np.ndarray | None = None) -> Step:
+        """The layout of the next token of every row. Rows in `held_B` (bool) compute the same one again at the next step."""
         rows = sum(len(b.row_R) for b in self.buckets)
-        return Step([b.advance(rows, device) for b in self.buckets if len(b.row_R)], device)
+        held_B = np.zeros(rows, dtype=bool) if held_B is None else held_B
+        return Step([b.advance(held_B, device) for b in self.buckets if len(b.row_R)], device)
+
+    def rewind(self, row: int, kept: int) -> None:
+        """Forget what a row has written after its first `kept` tokens."""
+        for bucket in self.buckets:
+            bucket.written_R[bucket.row_R == row] = kept
 
 
 class _Pairs:
@@ -176,12 +182,12 @@ class _Bucket:
         self.tokens_G = self.tokens_G[:last]
         self.prompt_R[self.prompt_R == last] = slot
 
-    def advance(self, rows: int, device: torch.device | str) -> _Part:
+    def advance(self, held_B: np.ndarray, device: torch.device | str) -> _Part:
         longest = int(self.written_R.max()) + 1
         if longest > self.answers.tokens:
             self.answers.resize(self.answers.places, min(padded(longest, _ANSWER_UNIT), self._limit))
-        part = _Part(self, rows, device)
-        self.written_R = self.written_R + 1
+        part = _Part(self, len(held_B), device)
+        self.written_R = self.written_R + ~held_B[self.row_R]
         return part
 
 

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from gspo.errors import InputError
-from gspo.tasks import addition, sort
+from gspo.tasks import addition, calculator, sort
 from gspo.tasks.task import Task
 
-TASKS: dict[str, Callable[[str], Task]] = {"addition": addition.parse, "sort": sort.parse}
+TASKS: dict[str, Callable[[str], Task]] = {
+    "addition": addition.parse,
+    "calculator": calculator.parse,
+    "sort": sort.parse,
+}
 """Name -> what reads the words after the colon."""
 
 

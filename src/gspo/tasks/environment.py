@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, str]
-"""`{"role": "user", "content": "..."}`, as chat templates take it; `role` is user, system or tool."""
+"""`{"role": "user", "content": "..."}`, as chat templates take it."""
 Said = str | Message | Sequence[Message] | None
 """What an environment may say at a time: messages, or text, which stands for one message of the user."""
 
@@ -37,7 +37,7 @@ class Environment(Protocol):
     """
 
     def reset(self, seed: int) -> Said:
-        """How the conversation begins: the prompt. None: with the row's own prompt.
+        """How the conversation begins: the prompt, up to where the model is to reply. None: with the row's own prompt.
 
         `seed` is the same for all answers to a prompt. Further parameters are named after the columns that they take;
         `**columns` takes all.
@@ -101,7 +101,5 @@ def messages(said: Said) -> list[dict[str, str]]:
             raise TypeError(
                 f'an environment says text, or messages {{"role": text, "content": text}}, and this one said {message!r:.200}'
             )
-        if message["role"] == "assistant":
-            raise TypeError("an environment said a message of the assistant, which the model is to write")
         plain.append({key: str(value) for key, value in message.items()})
     return plain
