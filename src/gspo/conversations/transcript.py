@@ -150,27 +150,40 @@ class Transcript:
         """The ids behind the prompt of the whole conversation as the template writes it."""
         before, *after = self._around()
         opening = self._opening(before)
-        rest = self.voice.text(self._messages([opening + turn.body for turn in self._turns]))
-        rest = _removed(rest, before)
+        bodies = self._bodies(opening, before, after)
+        if not bodies[0].startswith(opening):
+            raise UnspeakableError(
+                f"the chat template begins an answer with {opening!r} and leaves that out of earlier turns: the prompt itself would "
+                "change. Set conversation.history=verbatim"
+            )
+        opened = [body.startswith(opening) for body in bodies]
         line: list[int] = []
+        for i, (turn, body, between) in enumerate(zip(self._turns, bodies, after, strict=True)):
+            # The opening of the next turn stands before it, as the model saw it when it wrote that turn.
+            text = between + (opening if i + 1 < len(bodies) and opened[i + 1] else "")
+            written = body.removeprefix(opening)
+            if opened[i] and _bare(written) == _bare(turn.body):
+                line += [*turn.ids.tolist(), *self._after(turn, text)]
+            else:
+                line += self.voice.ids(written + text)
+        return line
+
+    def _bodies(self, opening: str, before: str, after: Sequence[str]) -> list[str]:
+        """What the template makes of each turn, by what it writes around it."""
+        rest = self.voice.text(self._messages([opening + turn.body for turn in self._turns]))
+        if not rest.startswith(before):
+            raise UnspeakableError(
+                "the chat template begins a conversation in more ways than one: set conversation.history=verbatim"
+            )
+        rest = rest.removeprefix(before)
+        bodies = []
         for i, (turn, between) in enumerate(zip(self._turns, after, strict=True)):
             whole = opening + turn.body
-            body = (
-                whole if rest.startswith(whole + between) else rest[: _end(rest, between, last=turn is self._turns[-1])]
-            )
+            last = i + 1 == len(after)
+            body = whole if rest.startswith(whole + between) else rest[: _end(rest, between, last=last)]
+            bodies.append(body)
             rest = rest[len(body) + len(between) :]
-            if not line and not body.startswith(opening):
-                raise UnspeakableError(
-                    f"the chat template begins an answer with {opening!r} and leaves that out of earlier turns: the prompt itself would "
-                    "change. Set conversation.history=verbatim"
-                )
-            body = body.removeprefix(opening) if i == 0 else body
-            # The opening of a later turn is at the end of what stands before it, as the model saw it.
-            if _bare(body.removeprefix(opening)) == _bare(turn.body):
-                line += [*turn.ids.tolist(), *self._after(turn, between)]
-            else:
-                line += self.voice.ids(body + between)
-        return line
+        return bodies
 
     def _opening(self, before: str) -> str:
         """What the template writes for the model at the beginning of an answer, `<think>` say."""
@@ -184,14 +197,6 @@ class Transcript:
     def _after(self, turn: _Turn, text: str) -> list[int]:
         """The ids of what the template writes after a turn, but for the stop token, which the policy has written."""
         return self.voice.ids_after(int(turn.ids[-1]), text.removeprefix(turn.stop))
-
-
-def _removed(text: str, start: str) -> str:
-    if not text.startswith(start):
-        raise UnspeakableError(
-            "the chat template begins a conversation in more ways than one: set conversation.history=verbatim"
-        )
-    return text.removeprefix(start)
 
 
 def _end(rest: str, between: str, last: bool) -> int:

@@ -1,7 +1,7 @@
 """A built-in task and a built-in tool: products of two whole numbers, and a calculator.
 
-In: `calculator:LOW-HIGH`, the smallest and largest factor. Out: rows with prompt, answer, a and b, to be used with
-`conversation.tools=calculator` and `reward=number`. `tasks/builtin.py` calls `parse`, `conversations/sources.py` finds
+In: `calculator:LOW-HIGH`, the smallest and largest factor. Out: rows with prompt (a question after one that was
+answered with the calculator), answer, a and b, to be used with `conversation.tools=calculator` and `reward=number`. `tasks/builtin.py` calls `parse`, `conversations/sources.py` finds
 the tool.
 """
 
@@ -16,6 +16,13 @@ from typing import Any, ClassVar
 from gspo.tasks import addition
 
 _LARGEST = 10**40
+_EXAMPLE = (
+    {"role": "user", "content": "What is 12 * 17?"},
+    {"role": "assistant", "content": "<tool_call>calculator(12 * 17)</tool_call>"},
+    {"role": "user", "content": "<tool_response>\n204\n</tool_response>"},
+    {"role": "assistant", "content": "204"},
+)
+"""A small model calls a tool only if it has seen it done."""
 _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,7 +44,8 @@ class Products(addition.Addition):
     what: ClassVar[str] = "products"
 
     def row(self, a: int, b: int) -> dict[str, Any]:
-        return {"prompt": f"What is {a} * {b}?", "answer": str(a * b), "a": a, "b": b}
+        question = {"role": "user", "content": f"What is {a} * {b}?"}
+        return {"prompt": [*_EXAMPLE, question], "answer": str(a * b), "a": a, "b": b}
 
 
 def parse(arguments: str) -> Products:
