@@ -72,7 +72,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a built-in task (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH), or file.py:NAME, an environment that makes its own prompts."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a built-in task (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -169,7 +169,7 @@ class Conversation(Section):
 
     shorthand = "environment"
     environment: Named | None = None
-    """`file.py:NAME`: a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md). With rows from a file, `reset` also takes the columns that it names."""
+    """`file.py:NAME`, a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md); `openenv:ADDRESS`; `textarena:GAME`. With rows from a file, `reset` also takes the columns that it names."""
     tools: Annotated[tuple[Named, ...], BeforeValidator(lambda value: _listed(value))] = ()
     """In its place: functions that the model may call, `file.py:name` or the ready `calculator`; rewards judge the last reply."""
     max_turns: int = Field(default=4, gt=0)
@@ -301,7 +301,7 @@ class Run(Section):
     def talk(self) -> Conversation | None:
         """The conversation, if answers are turns of one: `data=file.py:NAME` alone is one too."""
         source = self.data.source
-        if not _IN_FILE.fullmatch(source):
+        if not _ENVIRONMENT.fullmatch(source):
             return self.conversation
         return (self.conversation or Conversation()).model_copy(update={"environment": source})
 
@@ -394,7 +394,8 @@ def _rules(value: Any) -> tuple[Any, ...]:
     return rules
 
 
-_IN_FILE = re.compile(r".+\.py:\w+")
+_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")
+"""What `data.source` says if it is an environment that makes its own prompts."""
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

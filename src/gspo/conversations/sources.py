@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +23,14 @@ from gspo.rewards.call import FromFile
 from gspo.rewards.load import worker_count
 from gspo.rewards.own import from_file, load_here
 from gspo.rewards.process import Pooled
+from gspo.rewards.ready import require_extra
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import FAILED
 from gspo.tasks.calculator import calculator
 from gspo.tasks.data import Rows, checked_prompts
+from gspo.tasks.openenv import OpenEnv
 from gspo.tasks.render import knows_tools
+from gspo.tasks.textarena import TextArena
 from gspo.tasks.tools import Tool, schema
 from gspo.types import Prompt
 
@@ -35,6 +39,11 @@ if TYPE_CHECKING:
 
 TOOLS: Mapping[str, Tool] = {"calculator": calculator}
 """The ready ones."""
+ADAPTERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "openenv": (OpenEnv, "websockets"),
+    "textarena": (TextArena, "textarena"),
+}
+"""By the word before the colon: what makes environments of what stands behind it, and the package that it needs."""
 SEEDS = {"train": (0, 512), "held_out": (1_000_000, 128)}
 """First seed and number of seeds of an environment that makes its own prompts, if `data.limit` or `eval.limit` is not set."""
 _SEED = "seed"
@@ -76,7 +85,16 @@ def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
         raise InputError("conversation: name an environment or tools, as in conversation.tools=calculator")
     key = "conversation.environment" if run.conversation and run.conversation.environment else "data"
     where = f"{key}={talk.environment}"
-    source = from_file(talk.environment, (), key) if isinstance(talk.environment, str) else None
+    kind, _, argument = talk.environment.partition(":") if isinstance(talk.environment, str) else ("", "", "")
+    if kind in ADAPTERS:
+        adapter, package = ADAPTERS[kind]
+        require_extra(package, kind, where)
+        return Found(kind, where, partial(adapter, argument))
+    source = (
+        from_file(talk.environment, [f"{name}:..." for name in ADAPTERS], key)
+        if isinstance(talk.environment, str)
+        else None
+    )
     found = talk.environment if source is None else load_here(source)
     if not callable(found):
         raise InputError(f"{where}: is {type(found).__name__}, not a class or a function")
