@@ -18,7 +18,7 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
+    "errors", "types", "presets", "sections", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
     "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "journal", "store", "console", "inputs",
     "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip

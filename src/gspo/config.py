@@ -6,45 +6,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
-    ValidationInfo,
     WrapSerializer,
-    field_validator,
     model_validator,
 )
 
 from gspo import presets
 from gspo.presets import Algorithm
-
-
-class Section(BaseModel):
-    """A part of the configuration. `model=x` is short for `model.name=x`: a bare value replaces the section."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, arbitrary_types_allowed=True
-    )
-    shorthand: ClassVar[str] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        return {cls.shorthand: value} if cls.shorthand and not isinstance(value, dict | BaseModel) else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
-            raise ValueError(f"expected a value, found {str(value).lower()}")
-        return value
+from gspo.sections import Conversation, Named, Section
 
 
 class Model(Section):
@@ -87,15 +61,6 @@ class Data(Section):
     """What happens to a longer prompt; it is never cut."""
     limit: int | None = Field(default=None, gt=0)
     """Use only the first so many rows."""
-
-
-Named = Annotated[
-    str | Callable[..., Any],
-    PlainSerializer(
-        lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
-    ),
-]
-"""`file.py:name`, or from Python the thing itself."""
 
 
 class RewardRule(Section):
@@ -162,30 +127,6 @@ class Engine(Section):
     shorthand = "weights"
     weights: Literal["same", "bf16", "fp8", "fp8_cast", "int8", "int6"] = "same"
     """Precision of the weights that answer, in training and evaluation; others than `same` are a rounded copy, and the trained ones stay as they are. fp8: e4m3 with a scale a row; fp8_cast: e4m3 of each entry, no scale; int8, int6: a scale a row."""
-
-
-class Conversation(Section):
-    """What an answer is the first turn of."""
-
-    shorthand = "environment"
-    environment: Named | None = None
-    """`file.py:NAME`, a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md); `openenv:ADDRESS`; `textarena:GAME`. With rows from a file, `reset` also takes the columns that it names."""
-    tools: Annotated[tuple[Named, ...], BeforeValidator(lambda value: _listed(value))] = ()
-    """In its place: functions that the model may call, `file.py:name` or the ready `calculator`; rewards judge the last reply."""
-    max_turns: int = Field(default=4, gt=0)
-    """Replies of the model; then the conversation is cut."""
-    max_tokens: int = Field(default=1024, gt=0)
-    """Tokens after the prompt, replies and what is said to them; then the conversation is cut."""
-    timeout: float = Field(default=10.0, gt=0)
-    """Seconds that an environment has for a step; then its process is killed, and the conversation ends as an error."""
-    history: Literal["template", "verbatim"] = "template"
-    """What the model sees of its earlier turns. template: what the chat template makes of them, by a branch where it rewrites them; verbatim: what it wrote."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Conversation:
-        if self.environment is not None and self.tools:
-            raise ValueError("environment and tools are two environments: an environment can call tools itself")
-        return self
 
 
 class Optimizer(Section):
@@ -290,6 +231,15 @@ class Run(Section):
             raise ValueError(
                 f"algorithm.updates_per_step={row.updates_per_step} updates cannot be cut by whole groups from prompts_per_step={self.prompts_per_step}: "
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
+            )
+        talk, source = self.conversation, self.data.source
+        if (
+            talk is not None
+            and _ENVIRONMENT.fullmatch(source)
+            and (talk.tools or talk.environment not in (None, source))
+        ):
+            raise ValueError(
+                f"data={source} is an environment, and conversation.{'tools' if talk.tools else 'environment'} names another: leave one out"
             )
         if self.talk is not None and self.talk.max_tokens < self.sampling.max_new_tokens:
             raise ValueError(
@@ -396,12 +346,6 @@ def _rules(value: Any) -> tuple[Any, ...]:
 
 _ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")
 """What `data.source` says if it is an environment that makes its own prompts."""
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        return tuple(word.strip() for word in value.split(","))
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _algorithm(value: Any) -> Any:

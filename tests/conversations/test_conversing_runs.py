@@ -45,7 +45,7 @@ def whole(completion, conversation, earned):
     return len(conversation) / 10 + earned
 '''
 TINY: dict[str, Any] = dict(
-    model="random-dense", algorithm="gspo", prompts_per_step=8, group_size=8, threads=1, steps=2,
+    model={"name": "random-dense", "dtype": "float32"}, algorithm="gspo", prompts_per_step=8, group_size=8, threads=1, steps=2,
     sampling={"max_new_tokens": 4, "max_rows": 64}, optimizer={"learning_rate": 3e-3}, eval={"every": 0},
     judging={"workers": 1, "max_failed": 1.0},
 )  # fmt: skip
@@ -71,16 +71,16 @@ def endless(**sampling: Any) -> dict[str, Any]:
 def test_a_policy_learns_both_turns(folder: Path) -> None:
     """It knows nothing at first, not even to end a turn; half of the reward is earned in the first, half in the second."""
     run = gspo.train(
-        **{**TINY, "steps": 30, "sampling": {"max_new_tokens": 30, "max_rows": 64}},
+        **{**TINY, "steps": 16},
         data="env.py:Press",
         reward=["environment"],
         conversation={"max_turns": 2, "max_tokens": 128},
         dir="runs/press",
     )
     lines = read(run.folder / "journal.jsonl")
-    first, last = (sum(line["reward/mean"] for line in some) / 5 for some in (lines[:5], lines[-5:]))
+    first, last = (sum(line["reward/mean"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
     print(f"reward {first:.3f} -> {last:.3f}")
-    assert last > first + 0.25
+    assert last > first + 0.1
     assert lines[-1]["parity/max"] < 1e-4
     written = rollouts(run.folder)
     long = next(r for r in written if len(r["messages"]) == 3)
@@ -124,10 +124,10 @@ def test_a_resumed_run_is_the_run_that_was_not_cut(folder: Path) -> None:
         ({"data": "env.py:Pres"}, "did you mean 'Press'"),
         ({"data": "env.py:Press", "reward": ["number"]}, "needs the column 'answer'"),
         ({"data": "addition", "reward": ["environment"]}, "there is no environment that gives rewards"),
-        ({"data": "addition", "conversation": {"tools": "calculater"}}, "did you mean 'calculator'"),
+        ({"data": "addition", "conversation": {"tools": "calculater"}}, "Did you mean 'calculator'"),
         ({"data": "addition", "conversation": {"tools": ["env.py:whole"]}}, "cannot be described to a model"),
         ({"data": "addition", "conversation": {"max_turns": 2}}, "name an environment or tools"),
-        ({"data": "env.py:Press", "conversation": {"tools": "calculator"}}, "two environments"),
+        ({"data": "env.py:Press", "conversation": {"tools": "calculator"}}, "names another"),
         ({"data": "addition", "conversation": {"tools": "calculator", "max_tokens": 2}}, "less than one reply"),
     ],
 )
@@ -135,3 +135,15 @@ def test_what_cannot_be_used_is_refused_at_the_start(folder: Path, keys: dict[st
     with pytest.raises(InputError, match=part):
         gspo.train(**{**TINY, "reward": ["number"], **keys}, dir="runs/none")
     assert not (folder / "runs").exists()
+
+
+def test_an_environment_stands_for_its_section_on_the_command_line(folder: Path) -> None:
+    run = settings.load(None, ["data=addition:1-9", "conversation=env.py:Press", "conversation.max_turns=2"])
+    assert run.talk is not None
+    assert (run.talk.environment, run.talk.max_turns, run.longest) == ("env.py:Press", 2, 1024)
+    run = settings.load(None, ["conversation.tools=calculator,env.py:f"])
+    assert run.conversation is not None
+    assert run.conversation.tools == ("calculator", "env.py:f")
+    assert settings.check(settings.dump(run), "again") == run
+    assert settings.load(None).talk is None
+    assert settings.load(None).longest == 256

@@ -15,11 +15,12 @@ import pytest
 from processes import all_gone
 from voices import CHATML, END, tokenizer
 
-from gspo.config import Conversation, Data, Judging
+from gspo.config import Data, Judging
 from gspo.conversations.sources import Found, Stage, open_stage, seeds
 from gspo.conversations.transcript import Voice
 from gspo.engines.engine import Next, Over, Turn
 from gspo.errors import InputError
+from gspo.sections import Conversation
 from gspo.tasks.environment import Step
 from gspo.types import Prompt, Stop
 

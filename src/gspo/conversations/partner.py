@@ -12,12 +12,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from gspo.config import Conversation
 from gspo.conversations.play import Move, Scene
 from gspo.conversations.transcript import Transcript, UnspeakableError, Voice
 from gspo.engines.engine import Next, Over, Turn
 from gspo.rewards.runner import Outcome, Pool
 from gspo.rewards.score import FAILED
+from gspo.sections import Conversation
 from gspo.types import Stop
 
 _SESSIONS = count()

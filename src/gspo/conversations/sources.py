@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo.config import Conversation, Data, Judging, Run
+from gspo.config import Data, Judging, Run
 from gspo.conversations.partner import Talks
 from gspo.conversations.play import Move, Play, Scene, ToolsFrom
 from gspo.conversations.transcript import Transcript, UnspeakableError, Voice
@@ -26,6 +26,7 @@ from gspo.rewards.process import Pooled
 from gspo.rewards.ready import require_extra
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import FAILED
+from gspo.sections import Conversation
 from gspo.tasks.calculator import calculator
 from gspo.tasks.data import Rows, checked_prompts
 from gspo.tasks.openenv import OpenEnv
@@ -75,10 +76,6 @@ def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
     talk = run.talk
     if talk is None:
         return None
-    if run.conversation is not None and run.conversation.environment not in (None, talk.environment):
-        raise InputError(
-            f"data={run.data.source} and conversation.environment={run.conversation.environment} name two environments: leave one out"
-        )
     if talk.tools:
         return _tools(talk.tools, "tool" if knows_tools(tokenizer) else "user")
     if talk.environment is None:

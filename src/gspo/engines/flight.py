@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gspo.engines.engine import Request
 from gspo.engines.lines import Line
-from gspo.models.cache import TreeCache, closed_up, padded
+from gspo.models.cache import Extend, TreeCache, closed_up, padded
 from gspo.models.packing import PackedWeights
 from gspo.types import Rollout, Segment
 
@@ -24,7 +24,7 @@ _ROW = np.dtype(
     [
         ("prompt", np.int64),  # tokens of the prompt
         ("count", np.int64),  # tokens after it that were written, or read in
-        ("known", np.int64),  # those that are known: beyond the count, they are to be read in, one a step
+        ("known", np.int64),  # those that are known: beyond the count, they are to be read in
         ("first", np.int64),  # place of the turn's first token
         ("last", np.int64),  # and the one after its last
         ("turns", np.int64),
@@ -46,6 +46,24 @@ class Open:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt.token_ids)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tokens that are put behind some rows, to be computed together."""
+
+    rows: np.ndarray
+    places: list[np.ndarray]
+    """Of each row's tokens, after the prompt."""
+    token_T: np.ndarray
+    position_T: np.ndarray
+    layout: Extend
+
+    @property
+    def last(self) -> np.ndarray:
+        """Index into T of each row's last token."""
+        ends: np.ndarray = np.cumsum([len(place) for place in self.places]) - 1
+        return ends
 
 
 class Flight:
@@ -129,7 +147,7 @@ class Flight:
 
     def writing(self) -> np.ndarray:
         """The rows whose next token is to be sampled."""
-        return np.flatnonzero(~self._row_B["held"] & (self._row_B["count"] == self._row_B["known"]))
+        return np.flatnonzero(~self._row_B["held"])
 
     def keep_routes(self, routes_BLK: np.ndarray) -> None:
         """The experts of the last token of each row, which has just been computed."""
@@ -137,9 +155,30 @@ class Flight:
             assert kept is not None
             kept[count - 1] = routes
 
-    def read_on(self) -> None:
-        """Go to the next token where it is known."""
-        self._row_B["count"] += self._row_B["count"] < self._row_B["known"]
+    def reading(self, most: int) -> Reading | None:
+        """Rows with tokens to read in, together of `most` tokens if that is more than one row; they are then at their end."""
+        waiting = np.flatnonzero(self._row_B["count"] < self._row_B["known"])
+        if len(waiting) == 0:
+            return None
+        # The last token that was there before has not been computed either, but for the prompt's.
+        first_R = np.maximum(self._row_B["count"][waiting] - 1, 0)
+        count_R = self._row_B["known"][waiting] - first_R
+        fit = max(1, int((count_R.cumsum() <= most).sum()))
+        rows, first_R, count_R = waiting[:fit], first_R[:fit], count_R[:fit]
+        self._row_B["count"][rows] = self._row_B["known"][rows]
+        places = [np.arange(first, first + count) for first, count in zip(first_R, count_R, strict=True)]
+        tokens = [self._cell_BM["token"][row, place] for row, place in zip(rows, places, strict=True)]
+        position = [self._row_B["prompt"][row] + place for row, place in zip(rows, places, strict=True)]
+        layout = self.cache.extend(rows.tolist(), first_R.tolist(), count_R.tolist())
+        return Reading(rows, places, np.concatenate(tokens), np.concatenate(position), layout)
+
+    def keep_routes_read(self, reading: Reading, routes_TLK: np.ndarray) -> None:
+        """The experts of all tokens that were read in."""
+        ends = np.cumsum([len(place) for place in reading.places])[:-1]
+        for row, place, routes in zip(reading.rows, reading.places, np.split(routes_TLK, ends), strict=True):
+            kept = self._routes[row]
+            assert kept is not None
+            kept[place] = routes
 
     def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
         """The number that decides the next token of each row."""
@@ -188,9 +227,6 @@ class Flight:
         self._cell_BM["token"][row, keep : at["known"]] = token_ids
         at["held"] = False
         at["turns"] += 1
-        if keep < 1:  # the prompt's last token is behind the row's first place: nothing is left that could be computed
-            at["count"] = 1
-        self.cache.rewind(row, max(0, int(at["count"]) - 1))
         return int(at["turns"])
 
     def lines(self, row: int) -> list[Line]:

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from gspo.config import Sampling
 from gspo.engines.engine import Next, Over, Request, Turn
-from gspo.engines.flight import Flight, Open
+from gspo.engines.flight import Flight, Open, Reading
 from gspo.engines.lines import segments
 from gspo.engines.rounding import rounded
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import InputError, RunError
-from gspo.models.cache import Prefill, Step, padded
+from gspo.models.cache import Extend, Prefill, Step, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
 from gspo.models.packing import PackedWeights
@@ -134,11 +134,13 @@ class LocalEngine:
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
-        """The first token of answers, if rows are free for them, else the next token of every row that has one to write."""
+        """The first token of answers, if rows are free for them, or of turns, if they were replied to, else the next token of every row."""
         refill = self._refill_due()
         groups = self._hear(wait=not refill and self._flight.idle)
         if refill:
             return groups + self._retire(self._start())
+        if (reading := self._flight.reading(_PREFILL_TOKENS)) is not None:
+            return groups + self._retire(self._read(reading))
         return groups if self._flight.idle else groups + self._retire(self._step())
 
     def _refill_due(self) -> bool:
@@ -205,13 +207,19 @@ class LocalEngine:
         logits_BV, routes_BLK = self._logits(flight.last_tokens(), flight.positions(), layout, rows)
         if routes_BLK is not None:
             flight.keep_routes(routes_BLK)
-        flight.read_on()
-        if len(rows):
-            self._sample(rows, logits_BV)
+        self._sample(rows, logits_BV)
         return rows
 
+    def _read(self, reading: Reading) -> np.ndarray:
+        """Compute what was put between turns; the rows whose next turn then begins."""
+        logits_RV, routes_TLK = self._logits(reading.token_T, reading.position_T, reading.layout, reading.last)
+        if routes_TLK is not None:
+            self._flight.keep_routes_read(reading, routes_TLK)
+        self._sample(reading.rows, logits_RV)
+        return reading.rows
+
     def _logits(
-        self, tokens_T: np.ndarray, position_T: np.ndarray, layout: Prefill | Step, source_N: np.ndarray
+        self, tokens_T: np.ndarray, position_T: np.ndarray, layout: Prefill | Step | Extend, source_N: np.ndarray
     ) -> tuple[Tensor, np.ndarray | None]:
         """Logits [N, V] and, if they are recorded, the experts of every token, [T, L, K]."""
         tokens, position, source = (

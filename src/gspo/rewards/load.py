@@ -131,7 +131,8 @@ def _require_rows(each: Found, rows: Rows, place: InPool) -> None:
 
 def _try(judge: Judge, each: Found, rows: Rows) -> None:
     count = 2 if judge.group else 1
-    trial = Item(("",) * count, (0,) * count, rows.rows[0], "", ((),) * count, (0.0,) * count)
+    talk = ({"role": "user", "content": ""}, {"role": "assistant", "content": ""})
+    trial = Item(("",) * count, (0,) * count, rows.rows[0], "", (talk,) * count, (0.0,) * count)
     outcome = judge.place.results(judge.place.submit([trial]))[0]
     if outcome.status in FAILED:
         raise InputError(

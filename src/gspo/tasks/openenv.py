@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from gspo.tasks.environment import Said, Step
@@ -33,12 +33,13 @@ class OpenEnv:
     def __init__(self, url: str = "") -> None:
         self._url = (url or self.url).rstrip("/").replace("http", "ws", 1)
         self._url += "" if self._url.endswith("/ws") else "/ws"
+        self._open = ExitStack()
         self._socket: Any = None
 
     def reset(self, seed: int) -> Said:
         for wait in range(_TRIES):
             try:
-                self._socket = self._connected()
+                self._socket = self._open.enter_context(self._connected())
                 found = self._ask("reset", {"seed": seed})
                 return self.render(found.get("observation") or {})
             except ConnectionError:
@@ -72,7 +73,7 @@ class OpenEnv:
         if socket is not None:
             with suppress(Exception):  # the server may have closed first
                 socket.send(json.dumps({"type": "close"}))
-            socket.close()
+        self._open.close()
 
     def _connected(self) -> Any:
         from websockets.sync.client import connect
