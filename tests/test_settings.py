@@ -174,17 +174,22 @@ def test_every_key_has_a_doc_line_and_the_budget_holds():
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
-    tree = settings.dump(settings.load(None, ["eval.reward=exact"]))
+    words = ["eval.reward=exact", "conversation.tools=calculator"]
+    tree = settings.dump(settings.load(None, words))
     for name in dict(settings.fields()):
         value = tree
         for part in name.split("."):
             value = value[part]
-        if name.startswith("eval.reward"):
-            assert settings.load(None, ["eval.reward=exact"], {name: value}) == settings.load(
-                None, ["eval.reward=exact"]
-            )
+        if name.startswith(("eval.reward", "conversation.")):
+            assert settings.load(None, words, {name: value}) == settings.load(None, words)
             continue
         assert settings.load(None, None, {name: value}) == settings.load(None), name
+
+
+def test_a_section_that_is_null_says_what_its_keys_would_be():
+    assert settings.default("conversation.max_turns") == 4
+    assert settings.load(None, ["conversation.tools=calculator"]).conversation.max_turns == 4
+    assert settings.load(None).conversation is None
 
 
 def test_a_dumped_run_reads_back_as_itself(recipe):

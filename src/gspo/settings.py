@@ -190,9 +190,12 @@ def fields(kind: type[AnyRun] = Run) -> Iterator[tuple[str, str]]:
 
 
 def default(key: str, kind: type[AnyRun] = Run) -> Any:
-    """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`."""
+    """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`; of a section that is null, its own."""
     value: Any = dump(kind())
-    for part in key.split("."):
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        if value is None and (section := _section(dict(_walk(kind, ""))[".".join(parts[:i])])) is not None:
+            value = section().model_dump(mode="json")
         value = None if value is None else value[part]
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
