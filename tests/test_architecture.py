@@ -21,7 +21,7 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "section", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "guard", "algorithms", "models", "tasks", "rewards", "engines",
+    "errors", "types", "presets", "sections", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "guard", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
     "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "rescue", "drift", "console", "inputs",
     "preflight", "job", "build", "loop", "trial", "check", "view", "stages", "lab", "cli",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from gspo.algorithms.values import explained_variance, gae
 from gspo.batch import Batch, Batches, make_batches
 from gspo.credit import token_rewards
 from gspo.critic import ValueLearner
+from gspo.critic_config import Critic
 from gspo.learner import Learner
 from gspo.models.load import Policy, load_policy
 from gspo.models.values import ValueHead, install_value_head
@@ -26,7 +27,7 @@ from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 Sampled = Callable[..., list[Group]]
 PPO = PRESETS["ppo"].model_copy(update={"updates_per_step": 1})
 FLOAT64 = config.Model(name="random-dense", dtype="float64")
-PLAIN = config.Critic(whiten=False)
+PLAIN = Critic(whiten=False)
 
 
 class Recorder:
@@ -66,7 +67,7 @@ def critic(kind: type[ValueLearner] = ValueLearner, model: config.Model = FLOAT6
     return kind(**arguments(loaded.model, PPO, loaded.compute_dtype, rate))
 
 
-def annotated(policy: Policy, groups: list[Group], budget: int, settings: config.Critic = PLAIN) -> Batch:
+def annotated(policy: Policy, groups: list[Group], budget: int, settings: Critic = PLAIN) -> Batch:
     learner = Learner(**arguments(policy.model, PPO), critic=settings, values=critic().values)
     (batch,) = learner.annotate(make_batches(groups, PPO, budget))
     return batch
@@ -132,7 +133,7 @@ def value_gradients_without_clip(policy: Policy, groups: list[Group]) -> tuple[f
 def test_a_shared_critics_gradient_does_not_depend_on_micro_batches(
     budget: int, policy: Policy, sampled: Sampled
 ) -> None:
-    groups, settings = sampled(policy), config.Critic(backbone="shared", value_coefficient=0.7)
+    groups, settings = sampled(policy), Critic(backbone="shared", value_coefficient=0.7)
 
     def of(tokens: int, coefficient: float = 0.7) -> dict[str, Tensor]:
         head = ValueHead(64, dtype=torch.float64, device=torch.device("cpu"))
@@ -211,7 +212,7 @@ def test_the_kl_is_taken_off_where_it_arises() -> None:
 def test_tokens_of_a_tool_cost_no_decay(policy: Policy) -> None:
     """P22: between two policy tokens lie many of a tool, and one step of decay."""
     groups = [group(answer(0, 1.0, [1, *[0] * 9, 1]), answer(1, 1.0, [1, 1]))]
-    settings = config.Critic(whiten=False, gamma=0.5, gae_lambda=1.0)
+    settings = Critic(whiten=False, gamma=0.5, gae_lambda=1.0)
     learner = Learner(**arguments(policy.model, PPO), critic=settings, values=lambda b: torch.zeros(len(b.target_N)))
     (batch,) = learner.annotate(make_batches(groups, PPO, 1000))
     assert batch.advantage_N is not None
@@ -221,7 +222,7 @@ def test_tokens_of_a_tool_cost_no_decay(policy: Policy) -> None:
 def test_groups_that_agree_are_kept_and_one_answer_is_enough(policy: Policy) -> None:
     batches = make_batches([group(answer(0, 1.0, [1, 1]))], PPO, 1000)
     assert [len(b.target_N) for b in batches] == [2]
-    settings = config.Critic(whiten=False)
+    settings = Critic(whiten=False)
     learner = Learner(**arguments(policy.model, PPO), critic=settings, values=lambda b: torch.zeros(len(b.target_N)))
     (batch,) = learner.annotate(batches)
     stats = learner.update(batch, policy_objective(PPO))
@@ -232,7 +233,7 @@ def test_groups_that_agree_are_kept_and_one_answer_is_enough(policy: Policy) -> 
 
 def test_advantages_are_whitened_over_the_step(policy: Policy, sampled: Sampled) -> None:
     row = PPO.model_copy(update={"updates_per_step": 2})
-    learner = Learner(**arguments(policy.model, row), critic=config.Critic(), values=critic().values)
+    learner = Learner(**arguments(policy.model, row), critic=Critic(), values=critic().values)
     batches = learner.annotate(make_batches(sampled(policy), row, 1000))
     together = torch.cat([b.advantage_N for b in batches if b.advantage_N is not None])
     assert len(batches) == 2
@@ -244,7 +245,7 @@ def test_answers_left_out_by_their_length_have_no_part_in_the_whitening(policy: 
     row = PPO.model_copy(update={"mask_truncated": True})
     given = [answer(0, 1.0, [1, 1]), answer(1, 9.0, [1, 1, 1], Stop.LENGTH), answer(2, 0.0, [1, 1])]
     learner = Learner(
-        **arguments(policy.model, row), critic=config.Critic(), values=lambda b: torch.zeros(len(b.target_N))
+        **arguments(policy.model, row), critic=Critic(), values=lambda b: torch.zeros(len(b.target_N))
     )
     (batch,) = learner.annotate(make_batches([group(*given)], row, 1000))
     (without,) = learner.annotate(make_batches([group(given[0], given[2])], row, 1000))
@@ -265,7 +266,7 @@ def test_a_critic_learns_what_comes_of_a_text(policy: Policy, sampled: Sampled) 
     batches = Batches((), 0, 0)
     batches = make_batches(groups, PPO, 1000)
     own = critic(rate=3e-3)
-    learner = Learner(**arguments(policy.model, PPO), critic=config.Critic(whiten=False), values=own.values)
+    learner = Learner(**arguments(policy.model, PPO), critic=Critic(whiten=False), values=own.values)
     explained, losses = [], []
     for _ in range(25):
         (batch,) = learner.annotate(batches)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from gspo import config, presets, settings
+from gspo.critic_config import Critic
 from gspo.errors import InputError
 
 
@@ -168,13 +169,24 @@ def test_files_that_are_no_settings(recipe, text, part):
 
 def test_every_key_can_be_set(recipe):
     """What `fields` lists is what `load` takes: each key with the value that it has already."""
-    optional = {"eval.reward": "eval.reward=exact", "model.lora": "model.lora=8", "critic": "algorithm=ppo"}
+    optional = {
+        "eval.reward": "eval.reward=exact",
+        "model.lora": "model.lora=8",
+        "critic": "algorithm=ppo",
+        "conversation": "conversation.tools=calculator",
+    }
     for name in dict(settings.fields()):
         words = [word for section, word in optional.items() if name.startswith(f"{section}.")]  # null unless asked for
         value = settings.dump(settings.load(None, words))
         for part in name.split("."):
             value = value[part]
         assert settings.load(None, words, {name: value}) == settings.load(None, words), name
+
+
+def test_a_section_that_is_null_says_what_its_keys_would_be():
+    assert settings.default("conversation.max_turns") == 4
+    assert settings.load(None, ["conversation.tools=calculator"]).conversation.max_turns == 4
+    assert settings.load(None).conversation is None
 
 
 def test_a_dumped_run_reads_back_as_itself(recipe):
@@ -288,13 +300,13 @@ def test_a_critic_is_there_if_the_algorithm_needs_one_and_only_then():
     assert settings.load(None).critic is None
     assert settings.load(None, ["critic=null"]).critic is None
     run = settings.load(None, ["algorithm=ppo", "group_size=1"])
-    assert run.critic == config.Critic()
+    assert run.critic == Critic()
     assert settings.check(settings.dump(run), "") == run
     assert settings.load(None, ["algorithm=ppo", "critic=shared"]).critic.backbone == "shared"
     assert settings.load(None, ["algorithm=ppo", "critic.gae_lambda=1"]).critic.gae_lambda == 1
     assert settings.default("critic.gae_lambda") == 0.95
     own = {"name": "mine", "ratio": "token", "gate": "none", "aggregation": "token_mean", "advantage": "gae"}
-    assert settings.load(None, keys={"algorithm": own}).critic == config.Critic()
+    assert settings.load(None, keys={"algorithm": own}).critic == Critic()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ def _rollout(plain: dict[str, Any]) -> Rollout:
     stop, (first, last), reward = Stop(plain.pop("stop")), plain.pop("versions"), plain.pop("reward")
     if reward is not None:
         reward = Reward(**{**reward, "status": {name: Status(word) for name, word in reward["status"].items()}})
-    return Rollout(segments=segments, stop=stop, versions=(first, last), reward=reward, **_read(plain))
+    messages = tuple(plain.pop("messages"))
+    return Rollout(
+        segments=segments, stop=stop, versions=(first, last), reward=reward, messages=messages, **_read(plain)
+    )
 
 
 def _read(plain: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 
 R = TypeVar("R", Run, Sft, RewardRun)
+A = TypeVar("A", Run, Sft, RewardRun, Sft | RewardRun)
 
 
 def build(
@@ -135,7 +136,7 @@ def open_policy(
     return policy, threads
 
 
-def with_learning_rate(run: R, policy: Policy, console: Console) -> R:
+def with_learning_rate(run: A, policy: Policy, console: Console) -> A:
     """The run with the learning rate that an adapter has by default, if it has one and none was set; says so.
 
     A rate that is far below, as one that was meant for all weights, is remarked upon.
@@ -208,10 +209,11 @@ def require_fit(policy: Policy, inputs: Inputs, run: Run) -> None:
 def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
     """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = len(inputs.longest.token_ids), run.sampling.max_new_tokens
+    prompt, answer = len(inputs.longest.token_ids), run.longest
+    key = "sampling.max_new_tokens" if run.talk is None else "conversation.max_tokens"
     if positions is not None and prompt + answer > positions:
         raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and sampling.max_new_tokens={answer} exceed the {noun}'s {positions} positions: "
+            f"row {inputs.longest.row}: a prompt of {prompt} tokens and {key}={answer} exceed the {noun}'s {positions} positions: "
             "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
         )
 
@@ -255,7 +257,7 @@ def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
         row=run.algorithm,
         settings=run.optimizer,
         temperature=run.sampling.temperature,
-        max_new_tokens=run.sampling.max_new_tokens,
+        max_new_tokens=run.longest,
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
         reference=reference,
@@ -275,7 +277,10 @@ def _reference(run: Run, policy: Policy) -> Any:
 
 
 def engine_of(run: Run, policy: Policy, console: Console) -> LocalEngine:
-    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True)
+    longest = run.longest
+    engine = LocalEngine(
+        policy, run.sampling, run.seed, weights=run.engine.weights, record_routes=True, longest=longest
+    )
     if engine.copied_bytes:
         console.say(
             f"engine.weights={run.engine.weights}: answers and evaluations come from a rounded copy of the weights, "
@@ -399,12 +404,18 @@ def _evaluated(run: Run, inputs: Inputs) -> Iterator[str]:
     policy = load_policy(run.model)
     yield policy.announcement
     cast(policy.model, policy.compute_dtype)
-    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights)
+    engine = LocalEngine(policy, run.sampling, run.seed, weights=run.engine.weights, longest=run.longest)
     e = run.eval
     kinds = [False, True] if e.greedy else [False]
     for greedy in kinds:
         found, _ = evaluate(
-            engine, inputs.held_out, inputs.held_out_reward, samples=e.samples, pass_at=e.pass_at, greedy=greedy
+            engine,
+            inputs.held_out,
+            inputs.held_out_reward,
+            samples=e.samples,
+            pass_at=e.pass_at,
+            greedy=greedy,
+            partner=inputs.held_out_talks,
         )
         name, k = "greedy" if greedy else "sampled", found.samples
         yield from (f"note: {notice}" for notice in inputs.held_out_reward.notices())

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
-    PlainSerializer,
     ValidationInfo,
     WrapSerializer,
     field_validator,
@@ -21,21 +21,7 @@ from pydantic import (
 from gspo import presets
 from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
-from gspo.section import Section
-
-
-class Lora(Section):
-    """A low-rank adapter that is trained in the place of the model's weights; without dropout."""
-
-    shorthand = "rank"
-    rank: int | None = Field(default=None, gt=0)
-    """Width of the adapter's matrices A and B; null: 16, or that of `start`."""
-    alpha: float | None = Field(default=None, gt=0)
-    """The adapter adds alpha / rank times B A; null: 32, or that of `start`."""
-    targets: Annotated[tuple[str, ...] | None, BeforeValidator(lambda value: _names(value))] = None
-    """Ends of the names of the layers, or stacked experts, that it is on, as in q_proj,v_proj; null: all-linear, every linear layer but the output layer, and the experts; or those of `start`."""
-    start: str | None = None
-    """Folder of an adapter to go on from; null: a fresh one, which changes nothing before it is trained."""
+from gspo.sections import Conversation, Lora, Named, Section
 
 
 class Model(Section):
@@ -63,7 +49,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), or a task of `gspo tasks`: addition:LOW-HIGH, sort:N, preferences:N, reasoning-gym:NAME."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -95,7 +81,13 @@ class Prompts(Data):
         return self
 
 
-RULES_OF_TASKS = {"addition": "number", "sort": "sorted", "preferences": "matching", "reasoning-gym": "reasoning-gym"}
+RULES_OF_TASKS = {
+    "addition": "number",
+    "calculator": "number",
+    "sort": "sorted",
+    "preferences": "matching",
+    "reasoning-gym": "reasoning-gym",
+}
 """The tasks that come with a name, and how their answers are judged where no reward is named."""
 
 
@@ -109,12 +101,7 @@ class RewardRule(Section):
     """How an answer is judged."""
 
     shorthand = "function"
-    function: Annotated[
-        str | Callable[..., Any],
-        PlainSerializer(
-            lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
-        ),
-    ] = "number"
+    function: Named = "number"
     """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see the README), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
     weight: float = 1.0
     """What its value counts in the sum of several; 0: it is journalled, and counts nothing."""
@@ -270,6 +257,7 @@ class Run(Section):
     reward: Rules = Field(default_factory=lambda so_far: _rule_of(so_far.get("data", Prompts())))
     judging: Judging = Judging()
     sampling: Sampling = Sampling()
+    conversation: Conversation | None = None
     engine: Engine = Engine()
     optimizer: Optimizer = Optimizer()
     critic: Annotated[Critic | None, Field(validate_default=True)] = None
@@ -310,7 +298,33 @@ class Run(Section):
                 f"algorithm.updates_per_step={row.updates_per_step} updates cannot be cut by whole groups from prompts_per_step={self.prompts_per_step}: "
                 f"use prompts_per_step={row.updates_per_step} or more, or algorithm.updates_per_step={self.prompts_per_step} or less"
             )
+        talk, source = self.conversation, self.data.source
+        if (
+            talk is not None
+            and _ENVIRONMENT.fullmatch(source)
+            and (talk.tools or talk.environment not in (None, source))
+        ):
+            raise ValueError(
+                f"data={source} is an environment, and conversation.{'tools' if talk.tools else 'environment'} names another: leave one out"
+            )
+        if self.talk is not None and self.talk.max_tokens < self.sampling.max_new_tokens:
+            raise ValueError(
+                f"conversation.max_tokens={self.talk.max_tokens} is less than one reply may have, sampling.max_new_tokens={self.sampling.max_new_tokens}"
+            )
         return self
+
+    @property
+    def talk(self) -> Conversation | None:
+        """The conversation, if answers are turns of one: `data=file.py:NAME` alone is one too."""
+        source = self.data.source
+        if not _ENVIRONMENT.fullmatch(source):
+            return self.conversation
+        return (self.conversation or Conversation()).model_copy(update={"environment": source})
+
+    @property
+    def longest(self) -> int:
+        """Tokens that may come after a prompt."""
+        return self.sampling.max_new_tokens if self.talk is None else self.talk.max_tokens
 
 
 def _rule_of(data: Data) -> tuple[RewardRule, ...]:
@@ -325,11 +339,8 @@ def _rules(value: Any) -> tuple[Any, ...]:
     return rules
 
 
-def _names(value: Any) -> Any:
-    """Names with commas between them, as on the command line, or a list."""
-    if not isinstance(value, str):
-        return value
-    return tuple(name.strip() for name in value.strip("[]").split(","))
+_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")
+"""What `data.source` says if it is an environment that makes its own prompts."""
 
 
 def _algorithm(value: Any) -> Any:

@@ -18,7 +18,7 @@ from gspo.algorithms.losses import kl_term
 from gspo.algorithms.segments import segment_mean, segment_sum
 from gspo.algorithms.values import gae, whitened
 from gspo.batch import Batch
-from gspo.config import Critic
+from gspo.critic_config import Critic
 from gspo.presets import Algorithm
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gspo import config, store
+from gspo import config, critic_config, store
 from gspo.batch import Batch, Microbatch
 from gspo.config import Run
 from gspo.errors import InputError
@@ -67,7 +67,7 @@ class ValueLearner(Learner):
 class Critic:
     """Where values come from, and how they are learned."""
 
-    settings: config.Critic
+    settings: critic_config.Critic
     head: ValueHead
     own: ValueLearner | None
     """None for a critic on the policy's layers, which the policy's learner updates."""
@@ -129,7 +129,7 @@ def open_critic(run: Run, policy: Policy, saved: store.Saved | None) -> Critic |
     return _separate(run, kept, 0 if saved is None else saved.progress.updates)
 
 
-def _shared(settings: config.Critic, policy: Policy, kept: store.CriticState | None) -> Critic:
+def _shared(settings: critic_config.Critic, policy: Policy, kept: store.CriticState | None) -> Critic:
     weight = policy.model.get_output_embeddings().weight
     head = ValueHead(weight.shape[1], dtype=weight.dtype, device=weight.device)
     if kept is not None:

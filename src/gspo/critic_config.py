@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gspo.presets import Algorithm
-from gspo.section import Section
+from gspo.sections import Section
 
 VALUE_COEFFICIENT = 0.1
 """`critic.value_coefficient` where it is null, as in the code of arXiv 1909.08593."""

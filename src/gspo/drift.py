@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gspo.ahead import read_ahead, write_ahead
 from gspo.batch import answers_batch
+from gspo.drawing import Drawn
 from gspo.engines.engine import Engine, Request
 from gspo.errors import DivergedError
 from gspo.evaluate import EVAL_STREAM
@@ -30,13 +31,13 @@ def sample_start(engine: Engine, prompts: Sequence[Prompt], folder: Path) -> lis
         engine.submit(Request(prompt=prompt, ordinal=prompt.row, count=1, stream=EVAL_STREAM))
     groups = sorted(engine.collect(), key=lambda group: group.ordinal)
     (folder / _FOLDER).mkdir(exist_ok=True)
-    write_ahead(folder / _FOLDER, [groups])
+    write_ahead(folder / _FOLDER, [Drawn(groups)])
     return groups
 
 
 def read_start(folder: Path, prompts: Sequence[Prompt]) -> list[Group]:
     """What `sample_start` kept; nothing of a run that kept nothing. Raises InputError if it is damaged."""
-    return read_ahead(folder / _FOLDER, prompts, 1)[0] if (folder / _FOLDER).is_dir() else []
+    return read_ahead(folder / _FOLDER, prompts, 1)[0].groups if (folder / _FOLDER).is_dir() else []
 
 
 def kl_to_start(learner: Learner, start: Sequence[Group], max_tokens: int) -> float | None:

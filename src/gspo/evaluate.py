@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo import config
-from gspo.engines.engine import Engine, Request
+from gspo.engines.engine import Engine, Partner, Request
 from gspo.rewards.score import Scorer
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt
@@ -56,10 +56,14 @@ def evaluate(
     samples: int = 1,
     pass_at: float = 1.0,
     greedy: bool = False,
+    partner: Partner | None = None,
 ) -> tuple[Evaluation, list[Group]]:
     """Answer and judge every prompt; greedy takes the likeliest token and one sample."""
     samples = 1 if greedy else samples
-    requests = [Request(prompt=p, ordinal=p.row, count=samples, stream=EVAL_STREAM, greedy=greedy) for p in prompts]
+    requests = [
+        Request(prompt=p, ordinal=p.row, count=samples, stream=EVAL_STREAM, greedy=greedy, partner=partner)
+        for p in prompts
+    ]
     groups = rollout(engine, requests, reward)
     rewards = [
         [r.reward.value for r in g.judged if r.reward is not None and r.reward.value is not None] for g in groups
@@ -79,12 +83,18 @@ def evaluate(
     ), groups
 
 
-def measure(engine: Engine, prompts: Sequence[Prompt], reward: Scorer, settings: config.Eval) -> dict[str, Evaluation]:
+def measure(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    reward: Scorer,
+    settings: config.Eval,
+    partner: Partner | None = None,
+) -> dict[str, Evaluation]:
     """The evaluations that `settings` asks for, under the prefixes of their journal keys."""
     k, pass_at = settings.samples, settings.pass_at
-    found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at)[0]}
+    found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at, partner=partner)[0]}
     if settings.greedy:
-        found["eval/greedy"] = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True)[0]
+        found["eval/greedy"] = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True, partner=partner)[0]
     return found
 
 

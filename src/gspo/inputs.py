@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo.config import Run
+from gspo.config import RewardRule, Run
+from gspo.conversations.partner import Talks
+from gspo.conversations.play import Scene
+from gspo.conversations.sources import Stage, find, open_stage, rehearse, seeds, voice
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
 from gspo.rewards.load import Found, load, open_scorers
@@ -19,7 +22,7 @@ from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
 from gspo.stage_config import Sft
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows, repeated
-from gspo.tasks.render import render
+from gspo.tasks.render import render, uses_template
 from gspo.types import Prompt
 
 Row = Mapping[str, Any]
@@ -39,13 +42,16 @@ class Inputs:
     tokenizer: Any = None
     found: tuple[Found, ...] = ()
     """What `reward` judges by, in the order of its judges."""
-    pool: Pool | None = None
-    """The processes of the reward functions, if they need any."""
+    pools: tuple[Pool, ...] = ()
+    """The processes of reward functions and environments, if they need any."""
+    talks: Talks | None = None
+    """Conversations about the prompts; None: an answer is all."""
+    held_out_talks: Talks | None = None
 
     def close(self) -> None:
-        """End the processes of the reward functions."""
-        if self.pool is not None:
-            self.pool.close()
+        """End the processes that were started."""
+        for pool in self.pools:
+            pool.close()
 
     @property
     def longest(self) -> Prompt:
@@ -67,31 +73,91 @@ def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Seque
             "the rows of this run were given from Python, so the command line does not have them: "
             "go on with gspo.train(resume=DIR, data=rows, reward=function)"
         )
-    data = read_rows(run.data, rows=rows)
-    held_out: Rows | None
-    if eval_rows is not None:
-        held_out = read_rows(run.data.model_copy(update={"limit": run.eval.limit}), rows=eval_rows)
-    else:
-        held_out = held_out_rows(run.data, run.eval, train=data)
-    around = surroundings(run, data)
-    sets = [(load(run.reward, around), data)]
-    if held_out is not None:
-        sets.append((load(run.eval.reward or run.reward, replace(around, rows=held_out)), held_out))
+    data, held_out = _rows(run, rows, eval_rows)
     tokenizer = load_tokenizer(run.model)
-    rendered = render(data, tokenizer, run.data)
-    twice = repeated(data, run.data.prompt)
-    notes = [*data.notes, *rendered.notes, *([twice] if twice else [])]
-    test: tuple[Prompt, ...] = ()
+    found = find(run, tokenizer)
+    if found is None or run.talk is None:
+        return _judged(run, tokenizer, data, held_out)
+    stage = open_stage(found, run.talk, run.judging)
+    try:
+        return _judged(run, tokenizer, data, held_out, stage)
+    except BaseException:
+        stage.pool.close()
+        raise
+
+
+def _rows(run: Run, rows: Sequence[Row] | None, eval_rows: Sequence[Row] | None) -> tuple[Rows, Rows | None]:
+    """Those to train on, and those held out. Their prompts are still to be made if an environment makes them."""
+    talk = run.talk
+    if talk is not None and talk.environment == run.data.source and rows is None:
+        source = run.data.source
+        own = (
+            seeds(source, "held_out", run.eval.limit) if run.eval.source is None else held_out_rows(run.data, run.eval)
+        )
+        return seeds(source, "train", run.data.limit), own
+    check = None if talk is None or talk.environment is None else _as_they_are
+    data = read_rows(run.data, rows=rows, check=check)
+    if eval_rows is not None:
+        limited = run.data.model_copy(update={"limit": run.eval.limit})
+        return data, read_rows(limited, rows=eval_rows, check=check)
+    return data, held_out_rows(run.data, run.eval, train=data, check=check)
+
+
+def _as_they_are(rows: Rows) -> Rows:
+    if not len(rows):
+        raise InputError(f"{rows.name}: no rows")
+    return rows
+
+
+@dataclass
+class _Side:
+    """One set of rows on its way to the engine."""
+
+    rows: Rows
+    scenes: dict[int, Scene]
+    rules: Sequence[RewardRule]
+
+
+def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: Stage | None = None) -> Inputs:
+    sides = [_Side(data, {}, run.reward)]
     if held_out is not None:
-        shown = render(held_out, tokenizer, run.data)
-        test, notes = shown.prompts, [*notes, *held_out.notes, *shown.notes]
-        shared = overlap(data, held_out, run.data)
-        notes += [shared] if shared else []
+        sides.append(_Side(held_out, {}, run.eval.reward or run.reward))
+    if stage is not None:
+        for side in sides:
+            side.rows, side.scenes = stage.begin(side.rows, run.data)
+    around = replace(surroundings(run, sides[0].rows), environment=stage is not None and stage.found.rewards)
+    sets = [(load(side.rules, replace(around, rows=side.rows)), side.rows) for side in sides]
+    tools = () if stage is None else stage.found.tools
+    shown = [render(side.rows, tokenizer, run.data, tools) for side in sides]
+    notes = [note for side, rendered in zip(sides, shown, strict=True) for note in (*side.rows.notes, *rendered.notes)]
+    if twice := repeated(sides[0].rows, run.data.prompt):
+        notes.append(twice)
+    if len(sides) > 1 and (shared := overlap(sides[0].rows, sides[1].rows, run.data)):
+        notes.append(shared)
     notes += dict.fromkeys(note for found, _ in sets for each in found for note in each.ready.notes)
+    talks: list[Talks | None] = [None, None]
+    if stage is not None:
+        speech = voice(tokenizer, stage.found, stage.limits, uses_template(sides[0].rows, tokenizer, run.data))
+        notes += filter(None, [rehearse(speech, shown[0].prompts[0])])
+        talks = [stage.talks(side.scenes, speech) for side in sides]
     scorers, pool = open_scorers(sets, run.judging)  # last, so that nothing refused leaves a process behind
-    return Inputs(rendered.prompts, scorers[0], test, scorers[-1], tuple(notes), tokenizer, tuple(sets[0][0]), pool)
+    pools = (*([] if pool is None else [pool]), *([] if stage is None else [stage.pool]))
+    test = shown[1].prompts if len(sides) > 1 else ()
+    return Inputs(
+        prompts=shown[0].prompts,
+        reward=scorers[0],
+        held_out=test,
+        held_out_reward=scorers[-1],
+        notes=tuple(notes),
+        tokenizer=tokenizer,
+        found=tuple(sets[0][0]),
+        pools=pools,
+        talks=talks[0],
+        held_out_talks=talks[-1],
+    )
 
 
 def surroundings(run: Run | Sft, rows: Rows) -> Around:
     """What the rewards of a run may depend on beside their arguments."""
-    return Around(rows, run.data.prompt, run.data.system, run.sampling.max_new_tokens, run.judging)
+    longest = run.longest if isinstance(run, Run) else run.sampling.max_new_tokens
+    return Around(rows, run.data.prompt, run.data.system, longest, run.judging)

@@ -124,7 +124,8 @@ class Job:
         return drawn
 
     def _answer(self, draws: Sequence[Draw]) -> list[Group]:
-        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=self.run.group_size) for d in draws]
+        count, talks = self.run.group_size, self.inputs.talks
+        requests = [Request(prompt=d.prompt, ordinal=d.ordinal, count=count, partner=talks) for d in draws]
         return self._surviving(lambda: rollout(self.engine, requests, self.inputs.reward))
 
     def _surviving(self, work: Callable[[], T]) -> T:
@@ -376,8 +377,10 @@ class Job:
     def measure(self) -> dict[str, Evaluation]:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
         with self._timed("eval"):
-            inputs, settings = self.inputs, self.run.eval
-            return self._surviving(lambda: measure(self.engine, inputs.held_out, inputs.held_out_reward, settings))
+            i, settings = self.inputs, self.run.eval
+            return self._surviving(
+                lambda: measure(self.engine, i.held_out, i.held_out_reward, settings, i.held_out_talks)
+            )
 
     def measure_start(self) -> None:
         """The held-out reward of the starting policy, once for a run."""

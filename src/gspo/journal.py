@@ -250,6 +250,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "length/max": max(lengths),
         "truncated/share": fmean(r.stop is Stop.LENGTH for r in rollouts),
         "repetition/share": fmean(repeats(r) for r in rollouts),
+        **_conversation_metrics([r for r in rollouts if r.messages]),
         "tokens/sampled": sum(lengths),
     }
 
@@ -259,6 +260,18 @@ def repeats(rollout: Rollout, run: int = REPEATED_RUN) -> bool:
     ids = [int(i) for s in rollout.segments for i in s.token_ids[s.policy_mask]]
     runs = [tuple(ids[i : i + run]) for i in range(len(ids) - run + 1)]
     return len(set(runs)) < 0.5 * len(runs)
+
+
+def _conversation_metrics(talks: Sequence[Rollout]) -> Metrics:
+    """Of conversations: replies in each, tokens that were put between them, and how many failed."""
+    if not talks:
+        return {}
+    return {
+        "conversation/turns": fmean(sum(m["role"] == "assistant" for m in r.messages) for r in talks),
+        "conversation/inserted": fmean(sum(int((~s.policy_mask).sum()) for s in r.segments) for r in talks),
+        "conversation/branches": fmean(len(r.segments) - len({s.parent for s in r.segments}) for r in talks),
+        "conversation/errors": sum(r.stop is Stop.ERROR for r in talks),
+    }
 
 
 def _function_metrics(rewards: Sequence[Reward]) -> Metrics:
@@ -408,6 +421,7 @@ def _rollout(step: int, group: Group, r: Rollout, advantage: float | None) -> Me
         "mask": [int(m) for s in r.segments for m in s.policy_mask],
         # float32 to the shortest decimal that reads back as the same float32
         "logprobs": [float(str(p)) for s in r.segments for p in s.logprobs],
+        "messages": [dict(message) for message in r.messages],
         "stop": r.stop.value,
         "versions": list(r.versions),
         "reward": reward.value if reward else None,

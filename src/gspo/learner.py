@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from gspo.algorithms.losses import Tally
 from gspo.balance import imbalance, load
 from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
+from gspo.critic_config import Critic
 from gspo.errors import DivergedError, OutOfMemoryError, RunError
 from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
@@ -56,7 +57,7 @@ class Learner:
     compute_dtype: torch.dtype = torch.float32
     reference: nn.Module | None = None
     """Frozen starting policy, if the row has a KL term."""
-    critic: config.Critic | None = None
+    critic: Critic | None = None
     """What a critic's values are used for, if the row takes its advantages from them: then one of the next two."""
     values: Callable[[Batch], Tensor] | None = None
     """Values [N] of a placed batch, by a critic with a learner of its own."""
@@ -232,7 +233,7 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    def _read(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
+    def _read(self, model: Any, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
         shared = self.value_head if model is self.model else None
         read_N = trained_logprobs(
@@ -247,7 +248,9 @@ class Learner:
         )
         return Read(*read_N)
 
-    def _forward(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
+    def _forward(
+        self, model: nn.Module | Reference, batch: Batch, micro: Microbatch, routing: Routing | None
+    ) -> Read:
         read = self._read(model, batch, micro, routing).to(self._maths)
         finite_N = read.logprob_N.isfinite() if read.value_N is None else (read.logprob_N + read.value_N).isfinite()
         if not finite_N.all():

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo.config import AnyRun, Run
+from gspo.config import Run
 from gspo.errors import InputError
 from gspo.inputs import Inputs
 from gspo.rewards.load import Found
 from gspo.rewards.score import AtOnce, Judge, Scorer
+from gspo.stage_config import AnyRun
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 
 if TYPE_CHECKING:

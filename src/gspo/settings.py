@@ -209,7 +209,7 @@ def fields(kind: type[AnyRun] = Run) -> Iterator[tuple[str, str]]:
 
 
 def default(key: str, kind: type[AnyRun] = Run) -> Any:
-    """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`."""
+    """The value that a key has if nobody sets it; of algorithm keys, that of `gspo`; of a section that is null, its own."""
     value: Any = dump(kind())
     sections = dict(_walk(kind, ""))
     for depth, part in enumerate(parts := key.split("."), start=1):

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Section
+from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling
+from gspo.sections import Section
 
 
 class Pairs(Data):

@@ -21,7 +21,7 @@ class Stop(StrEnum):
     """Why a rollout ended."""
 
     EOS = "eos"  # the policy wrote one of the stop ids
-    LENGTH = "length"  # it was cut at `sampling.max_new_tokens`
+    LENGTH = "length"  # it was cut at `sampling.max_new_tokens`, or at a limit of the conversation
     ENVIRONMENT = "environment"  # the task said that the conversation is over
     ERROR = "error"  # the task or a tool failed; the rollout is data, not a crash
 
@@ -47,6 +47,8 @@ class Prompt:
     """[prompt tokens] int64, never re-tokenised."""
     columns: Mapping[str, Any]
     """All columns of the row, as reward functions get them."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """What `text` was made of, the system message among it: a conversation goes on from there."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -108,11 +110,17 @@ class Rollout:
     """Place in its group, 0-based; part of the key of its random numbers."""
     segments: tuple[Segment, ...]
     text: str
-    """The policy's tokens decoded, special tokens left out: what rewards read."""
+    """The policy's tokens decoded, special tokens left out: what rewards read. Of a conversation, its last reply."""
     stop: Stop
     versions: tuple[Version, Version]
     """First and last weights that wrote a token of it."""
     reward: Reward | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    """What followed the prompt in a conversation, replies and what was said to them; empty for a single answer."""
+    earned: float | None = None
+    """What the environment gave for all of it; None: it gave nothing, or there is none."""
+    error: str | None = None
+    """Under `Stop.ERROR`: the traceback, or what is known of the end."""
 
     @property
     def judged(self) -> bool:

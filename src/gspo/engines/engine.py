@@ -5,11 +5,13 @@ In: `Request`s. Out: `gspo.types.Group`s, unjudged. The rollout stage and the ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gspo.types import Group, Prompt
+import numpy as np
+
+from gspo.types import Group, Prompt, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +30,60 @@ class Request:
     """0: training; 1: evaluation."""
     greedy: bool = False
     """The likeliest token each time, instead of a draw."""
+    partner: Partner | None = None
+    """Whom each answer is the first turn of a conversation with; None: an answer is all."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"row {self.prompt.row}: {self.count} answers asked for, at least 1 needed")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that the policy has ended."""
+
+    key: Hashable
+    """Which conversation it is of."""
+    prompt: Prompt
+    token_ids: np.ndarray
+    """[tokens] int64 of this turn, its stop token included, as sampled."""
+    cut: bool
+    """It was cut at a length, and has no stop token."""
+
+
+@dataclass(frozen=True)
+class Next:
+    """How a conversation goes on: what stands between the turn that has ended and the one to be written."""
+
+    key: Hashable
+    keep: int
+    """Tokens after the prompt that stay; fewer than there are if the chat template has rewritten what came after them."""
+    token_ids: np.ndarray
+    """[tokens] int64 that follow them, at least one; not the policy's."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """The end of a conversation: what its rollout says beside its tokens."""
+
+    key: Hashable
+    stop: Stop
+    text: str
+    messages: tuple[Mapping[str, str], ...]
+    earned: float | None
+    error: str | None = None
+
+
+class Partner(Protocol):
+    """The other side of conversations."""
+
+    def take(self, turn: Turn) -> None:
+        """Begin to answer a turn; does not wait."""
+        ...
+
+    def replies(self, wait: bool) -> list[Next | Over]:
+        """What has become of the turns taken, each once; with `wait`, at least one if any is still open."""
+        ...
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from gspo.config import Sampling
-from gspo.engines.engine import Request
+from gspo.engines.engine import Next, Over, Request, Turn
+from gspo.engines.flight import Flight, Open, Reading
+from gspo.engines.lines import segments
 from gspo.engines.rounding import rounded
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import DivergedError, InputError, RunError
-from gspo.models.cache import Prefill, Step, TreeCache, closed_up, padded
+from gspo.models.cache import Extend, Prefill, Step, padded
 from gspo.models.heads import next_logits
 from gspo.models.load import Policy
 from gspo.models.lora import named_weights, without_adapter
@@ -41,32 +43,28 @@ _CACHE_TOKENS = 131_072
 answer that needs more goes alone."""
 
 
-@dataclass(eq=False)
-class _Open:
-    """A request whose answers are still being written."""
-
-    request: Request
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    prompt_routes: np.ndarray | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt.token_ids)
-
-
 class LocalEngine:
     """Samples on `policy.model`, so that new weights need no transfer. One thread may use it.
 
     An adapter's model is sampled from with merged weights, as an exported one would be (`PackedWeights`).
     With `weights` other than `same` (see `rounding.rounded`) it samples on a copy of the model, as large as the original.
     `record_routes`: keep the experts that a mixture-of-experts model used, L K bytes for each token computed. A model
-    without experts, or whose routers are not known, has none to keep.
+    without experts, or whose routers are not known, has none to keep. `longest`: tokens that may come after a prompt, if
+    conversations are longer than one answer.
     """
 
     def __init__(
-        self, policy: Policy, sampling: Sampling, seed: int, *, weights: str = "same", record_routes: bool = False
+        self,
+        policy: Policy,
+        sampling: Sampling,
+        seed: int,
+        *,
+        weights: str = "same",
+        record_routes: bool = False,
+        longest: int | None = None,
     ) -> None:
         self.version = 0
+        self._longest = max(longest or 0, sampling.max_new_tokens)
         self._policy, self._sampling, self._seed, self._weights = policy, sampling, seed, weights
         if weights != "same":
             own = without_adapter(copy.deepcopy(policy.model)).requires_grad_(False)
@@ -75,8 +73,8 @@ class LocalEngine:
         self._routers = routers_of(self._policy.model) if record_routes else None
         self._stop_ids = np.array(policy.stop_ids, dtype=np.int64)
         self._positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-        self._waiting: deque[tuple[_Open, int]] = deque()
-        self._flight = _Flight(sampling.max_new_tokens)
+        self._waiting: deque[tuple[Open, int]] = deque()
+        self._flight = Flight(self._longest)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -101,7 +99,7 @@ class LocalEngine:
         if self._weights != "same":
             self._copy(weights)
         self.version = version
-        self._flight = _Flight(self._sampling.max_new_tokens)  # nothing made from the old weights stays
+        self._flight = Flight(self._longest)  # nothing made from the old weights stays
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -118,30 +116,40 @@ class LocalEngine:
         return 0 if self._weights == "same" else sum(p.nbytes for p in self._policy.model.parameters())
 
     def submit(self, request: Request) -> None:
-        length = len(request.prompt.token_ids) + self._sampling.max_new_tokens
-        if self._positions is not None and length > self._positions:
+        prompt, limit = len(request.prompt.token_ids), self._limit(request)
+        if self._positions is not None and prompt + limit > self._positions:
+            key = "sampling.max_new_tokens" if request.partner is None else "conversation.max_tokens"
             raise InputError(
-                f"row {request.prompt.row}: a prompt of {len(request.prompt.token_ids)} tokens and sampling.max_new_tokens={self._sampling.max_new_tokens} "
+                f"row {request.prompt.row}: a prompt of {prompt} tokens and {key}={limit} "
                 f"exceed the model's {self._positions} positions: shorten either"
             )
-        opened = _Open(request)
+        opened = Open(request)
         self._waiting.extend((opened, index) for index in range(request.count))
+
+    def _limit(self, request: Request) -> int:
+        """Tokens that may come after the prompt."""
+        return self._sampling.max_new_tokens if request.partner is None else self._longest
 
     def collect(self) -> Iterator[Group]:
         while self._waiting or self._flight.answers:
             yield from self._advance()
-        self._flight = _Flight(self._sampling.max_new_tokens)  # its memory is the learner's now
+        self._flight = Flight(self._longest)  # its memory is the learner's now
 
     def abandon(self) -> None:
         """Give up every answer that was asked for and not collected."""
         self._waiting.clear()
-        self._flight = _Flight(self._sampling.max_new_tokens)
+        self._flight = Flight(self._longest)
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
-        """The first token of answers, if rows are free for them, else the next token of every row."""
-        rows = self._start() if self._refill_due() else self._step()
-        return self._retire(rows)
+        """The first token of answers, if rows are free for them, or of turns, if they were replied to, else the next token of every row."""
+        refill = self._refill_due()
+        groups = self._hear(wait=not refill and self._flight.idle)
+        if refill:
+            return groups + self._retire(self._start())
+        if (reading := self._flight.reading(_PREFILL_TOKENS)) is not None:
+            return groups + self._retire(self._read(reading))
+        return groups if self._flight.idle else groups + self._retire(self._step())
 
     def _refill_due(self) -> bool:
         """A refill is a forward of its own, so it waits until a share of the rows is free."""
@@ -150,17 +158,17 @@ class LocalEngine:
         enough = min(len(self._waiting), max(1, self._sampling.max_rows // 8))
         return len(self._fitting(enough)) == enough
 
-    def _fitting(self, most: int, prefill_tokens: int | None = None) -> list[tuple[_Open, int]]:
+    def _fitting(self, most: int, prefill_tokens: int | None = None) -> list[tuple[Open, int]]:
         """The waiting answers, up to `most` in the order of submission, that there is room for in flight.
 
         `prefill_tokens`: and whose prompts, as far as they are new, are together no longer than that.
         """
         flight = self._flight
-        fitting: list[tuple[_Open, int]] = []
+        fitting: list[tuple[Open, int]] = []
         known, tokens, new_tokens = set(flight.prompts), flight.reserved, 0
         for opened, index in islice(self._waiting, min(most, self._sampling.max_rows - len(flight.answers))):
             new = opened not in known
-            tokens += self._sampling.max_new_tokens + (padded(opened.prompt_tokens) if new else 0)
+            tokens += self._longest + (padded(opened.prompt_tokens) if new else 0)
             new_tokens += opened.prompt_tokens if new else 0
             over_prefill = prefill_tokens is not None and new and new_tokens > max(prefill_tokens, opened.prompt_tokens)
             if (tokens > _CACHE_TOKENS and (flight.answers or fitting)) or over_prefill:
@@ -169,13 +177,13 @@ class LocalEngine:
             fitting.append((opened, index))
         return fitting
 
-    def _start(self) -> slice:
+    def _start(self) -> np.ndarray:
         flight = self._flight
         started = self._fitting(self._sampling.max_rows, _PREFILL_TOKENS)
         self._prefill([opened for opened in dict.fromkeys(o for o, _ in started) if opened not in flight.prompts])
         for _ in started:
             self._waiting.popleft()
-        rows = flight.add(started, [self._draws(opened, index) for opened, index in started])
+        rows = flight.add(started, [self._draws(opened, index, turn=0) for opened, index in started])
         self._sample(rows, torch.stack([flight.first_logits[opened] for opened, _ in started]))
         unfinished = {
             opened for opened, _ in islice(self._waiting, 1)
@@ -183,7 +191,7 @@ class LocalEngine:
         flight.first_logits = {o: logits_V.clone() for o, logits_V in flight.first_logits.items() if o in unfinished}
         return rows
 
-    def _prefill(self, prompts: list[_Open]) -> None:
+    def _prefill(self, prompts: list[Open]) -> None:
         if not prompts:
             return
         lengths = [p.prompt_tokens for p in prompts]
@@ -199,18 +207,27 @@ class LocalEngine:
         self._flight.prompts.update(dict.fromkeys(prompts))
         self._flight.first_logits.update(zip(prompts, logits_GV, strict=True))
 
-    def _step(self) -> slice:
+    def _step(self) -> np.ndarray:
+        """Compute the last token of every row; the rows whose next one was then sampled."""
         flight = self._flight
-        rows = slice(0, len(flight.answers))
-        layout = flight.cache.step(self._policy.device)
-        logits_BV, routes_BLK = self._logits(flight.last_tokens(), flight.positions(), layout, np.arange(rows.stop))
+        layout = flight.cache.step(self._policy.device, flight.held)
+        rows = flight.writing()
+        logits_BV, routes_BLK = self._logits(flight.last_tokens(), flight.positions(), layout, rows)
         if routes_BLK is not None:
             flight.keep_routes(routes_BLK)
         self._sample(rows, logits_BV)
         return rows
 
+    def _read(self, reading: Reading) -> np.ndarray:
+        """Compute what was put between turns; the rows whose next turn then begins."""
+        logits_RV, routes_TLK = self._logits(reading.token_T, reading.position_T, reading.layout, reading.last)
+        if routes_TLK is not None:
+            self._flight.keep_routes_read(reading, routes_TLK)
+        self._sample(reading.rows, logits_RV)
+        return reading.rows
+
     def _logits(
-        self, tokens_T: np.ndarray, position_T: np.ndarray, layout: Prefill | Step, source_N: np.ndarray
+        self, tokens_T: np.ndarray, position_T: np.ndarray, layout: Prefill | Step | Extend, source_N: np.ndarray
     ) -> tuple[Tensor, np.ndarray | None]:
         """Logits [N, V] and, if they are recorded, the experts of every token, [T, L, K]."""
         tokens, position, source = (
@@ -227,151 +244,76 @@ class LocalEngine:
             )
         return logits_NV, None if routing is None else routing.chosen().cpu().numpy()
 
-    def _draws(self, opened: _Open, index: int) -> np.ndarray:
-        r = opened.request
-        return uniforms(
-            self._seed, stream=r.stream, ordinal=r.ordinal, index=index, turn=0, count=self._sampling.max_new_tokens
-        )
+    def _draws(self, opened: Open, index: int, turn: int) -> np.ndarray:
+        r, count = opened.request, self._sampling.max_new_tokens
+        return uniforms(self._seed, stream=r.stream, ordinal=r.ordinal, index=index, turn=turn, count=count)
 
-    def _sample(self, rows: slice, logits_BV: Tensor) -> None:
+    def _sample(self, rows: np.ndarray, logits_BV: Tensor) -> None:
         """One token more for the rows in `rows`."""
         # The inverse CDF is summed in float64, which Apple's GPUs do not have.
         device = torch.device("cpu") if logits_BV.device.type == "mps" else logits_BV.device
         logits_BV = logits_BV.to(device)
         uniform_B = torch.from_numpy(self._flight.next_uniforms(rows)).to(device)
-        greedy_B = torch.tensor([opened.request.greedy for opened, _ in self._flight.answers[rows]], device=device)
+        answers = [self._flight.answers[row] for row in rows]
+        greedy_B = torch.tensor([opened.request.greedy for opened, _ in answers], device=device)
         token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling)
         finite_B = torch.isfinite(logprob_B)
         if not bool(finite_B.all()):
-            opened, index = self._flight.answers[rows][int(finite_B.logical_not().nonzero()[0])]
+            opened, index = answers[int(finite_B.logical_not().nonzero()[0])]
             raise DivergedError(
                 f"row {opened.request.prompt.row}, answer {index}: weights version {self.version} give logits that are not finite: "
                 "the update before it diverged; lower optimizer.learning_rate, or go on from an earlier checkpoint"
             )
         self._flight.write(rows, token_B.cpu().numpy(), logprob_B.float().cpu().numpy())
 
-    def _retire(self, rows: slice) -> list[Group]:
-        """Take the answers among `rows` that have ended out of flight; the groups that are complete by that."""
+    def _retire(self, rows: np.ndarray) -> list[Group]:
+        """Deal with the answers among `rows` that have ended: the groups that are complete by that, and turns handed over."""
         ended_B, full_B = self._flight.ended(rows, self._stop_ids)
-        done = np.flatnonzero(ended_B | full_B) + rows.start
+        over: dict[int, Over | Stop] = {}
+        for i in np.flatnonzero(ended_B | full_B):
+            row, cut = int(rows[i]), not ended_B[i]
+            key = opened, _ = self._flight.answers[row]
+            if opened.request.partner is None:
+                over[row] = Stop.LENGTH if cut else Stop.EOS
+            else:
+                opened.request.partner.take(Turn(key, opened.request.prompt, self._flight.hold(row), cut))
+        return self._close(over)
+
+    def _hear(self, wait: bool) -> list[Group]:
+        """Go on with the conversations that were replied to; the groups that are complete by those that are over."""
+        flight = self._flight
+        over: dict[int, Over | Stop] = {}
+        for partner in {id(o.request.partner): o.request.partner for o, _ in flight.answers}.values():
+            for reply in () if partner is None else partner.replies(wait):
+                row = flight.answers.index(reply.key)  # type: ignore[arg-type]
+                if isinstance(reply, Next):
+                    turn = flight.insert(row, reply.keep, reply.token_ids)
+                    flight.begin_turn(row, self._draws(*flight.answers[row], turn))
+                else:
+                    over[row] = reply
+        return self._close(over)
+
+    def _close(self, over: dict[int, Over | Stop]) -> list[Group]:
+        """Take rows out of flight, by how they ended; the groups that are complete by that."""
         groups, complete = [], []
-        for row in done:
+        for row, end in over.items():
             opened, index = self._flight.answers[row]
-            stop = Stop.EOS if ended_B[row - rows.start] else Stop.LENGTH
-            opened.rollouts[index] = self._rollout(index, self._flight.written(row), stop)
+            opened.rollouts[index] = self._rollout(index, segments(self._flight.lines(row)), end)
             if len(opened.rollouts) == opened.request.count:
                 rollouts = tuple(opened.rollouts[i] for i in range(opened.request.count))
                 groups.append(Group(opened.request.prompt, opened.request.ordinal, rollouts, opened.prompt_routes))
                 complete.append(opened)
-        if len(done):
-            self._flight.drop(done)
+        if over:
+            self._flight.drop(np.array(sorted(over)))
         for opened in complete:
             self._flight.release(opened)
         return groups
 
-    def _rollout(self, index: int, segment: Segment, stop: Stop) -> Rollout:
-        text = self._policy.tokenizer.decode(segment.token_ids.tolist(), skip_special_tokens=True)
-        return Rollout(index, (segment,), text, stop, (self.version, self.version))
-
-
-class _Flight:
-    """The answers being written: row i of every array, and of the cache, belongs to `answers[i]`."""
-
-    def __init__(self, max_new_tokens: int) -> None:
-        self.answers: list[tuple[_Open, int]] = []
-        self.prompts: dict[_Open, None] = {}
-        """Those in the cache, in the order of arrival."""
-        self.first_logits: dict[_Open, Tensor] = {}
-        """[V] behind a prompt, of the prompts whose answers have not all started."""
-        self.cache = TreeCache(max_new_tokens)
-        self.packed: PackedWeights | None = None
-        self._routes: list[np.ndarray | None] = []
-        """Of each row: [M, L, K], filled as far as its tokens were computed; memory comes as it is filled."""
-        self.factor_VD: Tensor | None = None
-        """The head's weight in float32, made once for the answers that are written with it."""
-        self._token_BM = np.zeros((0, max_new_tokens), dtype=np.int64)
-        self._logprob_BM = np.zeros((0, max_new_tokens), dtype=np.float32)
-        self._uniform_BM = np.zeros((0, max_new_tokens))
-        self._prompt_B = np.zeros(0, dtype=np.int64)
-        self._count_B = np.zeros(0, dtype=np.int64)
-
-    @property
-    def reserved(self) -> int:
-        """Tokens that the cache may come to hold for what is in flight."""
-        prompts = sum(padded(opened.prompt_tokens) for opened in self.prompts)
-        return prompts + len(self.answers) * self._token_BM.shape[1]
-
-    def add(self, answers: list[tuple[_Open, int]], draws: list[np.ndarray]) -> slice:
-        rows = slice(len(self.answers), len(self.answers) + len(answers))
-        self.answers += answers
-        self.cache.add([opened for opened, _ in answers])
-        self._routes += [
-            None
-            if opened.prompt_routes is None
-            else np.empty((self._token_BM.shape[1], *opened.prompt_routes.shape[1:]), opened.prompt_routes.dtype)
-            for opened, _ in answers
-        ]
-        width = self._token_BM.shape[1]
-        self._token_BM = np.concatenate([self._token_BM, np.zeros((len(answers), width), dtype=np.int64)])
-        self._logprob_BM = np.concatenate([self._logprob_BM, np.zeros((len(answers), width), dtype=np.float32)])
-        self._uniform_BM = np.concatenate([self._uniform_BM, np.stack(draws)])
-        self._prompt_B = np.concatenate([self._prompt_B, [opened.prompt_tokens for opened, _ in answers]])
-        self._count_B = np.concatenate([self._count_B, np.zeros(len(answers), dtype=np.int64)])
-        return rows
-
-    def next_uniforms(self, rows: slice) -> np.ndarray:
-        """The number that decides the next token of each row."""
-        return self._take(self._uniform_BM[rows], self._count_B[rows])
-
-    def last_tokens(self) -> np.ndarray:
-        return self._take(self._token_BM, self._count_B - 1)
-
-    def positions(self) -> np.ndarray:
-        """Place of the last written token in its sequence."""
-        return self._prompt_B + self._count_B - 1
-
-    def write(self, rows: slice, token_B: np.ndarray, logprob_B: np.ndarray) -> None:
-        row, column = np.arange(rows.start, rows.stop), self._count_B[rows]
-        self._token_BM[row, column], self._logprob_BM[row, column] = token_B, logprob_B
-        self._count_B[rows] += 1
-
-    def ended(self, rows: slice, stop_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows have just written a stop token, and which are at the length limit."""
-        last = self._take(self._token_BM[rows], self._count_B[rows] - 1)
-        return np.isin(last, stop_ids), self._count_B[rows] == self._token_BM.shape[1]
-
-    def keep_routes(self, routes_BLK: np.ndarray) -> None:
-        """The experts of the last written token of each row, which has just been computed."""
-        for kept, routes, count in zip(self._routes, routes_BLK, self._count_B, strict=True):
-            assert kept is not None
-            kept[count - 1] = routes
-
-    def written(self, row: int) -> Segment:
-        count, routes = self._count_B[row], self._routes[row]
-        return Segment(
-            self._token_BM[row, :count].copy(),
-            np.ones(count, dtype=bool),
-            self._logprob_BM[row, :count].copy(),
-            routes=None if routes is None else routes[: count - 1].copy(),
-        )
-
-    def drop(self, done: np.ndarray) -> None:
-        self.cache.drop(done)
-        order = closed_up(len(self.answers), done)
-        self.answers = [self.answers[i] for i in order]
-        self._routes = [self._routes[i] for i in order]
-        self._token_BM, self._logprob_BM, self._uniform_BM = (
-            self._token_BM[order],
-            self._logprob_BM[order],
-            self._uniform_BM[order],
-        )
-        self._prompt_B, self._count_B = self._prompt_B[order], self._count_B[order]
-
-    def release(self, opened: _Open) -> None:
-        del self.prompts[opened]
-        self.cache.release(opened)
-
-    @staticmethod
-    def _take(x_BM: np.ndarray, column_B: np.ndarray) -> np.ndarray:
-        taken: np.ndarray = x_BM[np.arange(len(x_BM)), column_B]
-        return taken
+    def _rollout(self, index: int, written: tuple[Segment, ...], end: Over | Stop) -> Rollout:
+        versions = (self.version, self.version)
+        if isinstance(end, Over):
+            return Rollout(
+                index, written, end.text, end.stop, versions, messages=end.messages, earned=end.earned, error=end.error
+            )
+        text = self._policy.tokenizer.decode(written[0].token_ids.tolist(), skip_special_tokens=True)
+        return Rollout(index, written, text, end, versions)

@@ -1,7 +1,7 @@
 """Keys and values of an engine that writes token by token: each prompt once, and the answers that go on from it.
 
 In: lengths of prompts, and which prompt each row continues. Out: layouts for `model(..., layout=)`: `Prefill`, whole
-prompts, and `Step`, the next token of every row. The local engine calls it.
+prompts; `Step`, the next token of every row; `Extend`, several tokens that are put behind some. The local engine calls it.
 
 Letters: T tokens of a packed row, B rows, G prompts of a bucket, R rows of the prompt that has most, P prompt tokens
 and C answer tokens that there is room for, H heads, K of them with keys of their own, D head size.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from gspo.models.attention import Packed
 
@@ -95,10 +96,22 @@ class TreeCache:
         if not bucket.prompt_names:
             del self._buckets[size]
 
-    def step(self, device: torch.device | str) -> Step:
-        """The layout of the next token of every row."""
+    def step(self, device: torch.device | str, held_B: np.ndarray | None = None) -> Step:
+        """The layout of the next token of every row. Rows in `held_B` (bool) compute the same one again at the next step."""
         rows = sum(len(b.row_R) for b in self.buckets)
-        return Step([b.advance(rows, device) for b in self.buckets if len(b.row_R)], device)
+        held_B = np.zeros(rows, dtype=bool) if held_B is None else held_B
+        return Step([b.advance(held_B, device) for b in self.buckets if len(b.row_R)], device)
+
+    def extend(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> Extend:
+        """The layout of several tokens for each of `rows`, which stand behind its first `firsts`; what it had there goes."""
+        parts = []
+        for row, first, count in zip(rows, firsts, counts, strict=True):
+            bucket = next(b for b in self.buckets if row in b.row_R)
+            place = int(np.flatnonzero(bucket.row_R == row)[0])
+            bucket.written_R[place] = first + count
+            bucket.reserve()
+            parts.append(_Long(bucket, place, first, count))
+        return Extend(parts)
 
 
 class _Pairs:
@@ -176,12 +189,16 @@ class _Bucket:
         self.tokens_G = self.tokens_G[:last]
         self.prompt_R[self.prompt_R == last] = slot
 
-    def advance(self, rows: int, device: torch.device | str) -> _Part:
-        longest = int(self.written_R.max()) + 1
+    def reserve(self, more: int = 0) -> None:
+        """Room for all that is written, and `more` tokens of each row."""
+        longest = int(self.written_R.max()) + more
         if longest > self.answers.tokens:
             self.answers.resize(self.answers.places, min(padded(longest, _ANSWER_UNIT), self._limit))
-        part = _Part(self, rows, device)
-        self.written_R = self.written_R + 1
+
+    def advance(self, held_B: np.ndarray, device: torch.device | str) -> _Part:
+        self.reserve(1)
+        part = _Part(self, len(held_B), device)
+        self.written_R = self.written_R + ~held_B[self.row_R]
         return part
 
 
@@ -212,6 +229,53 @@ class Prefill:
                 new = x.index_select(1, source).view(len(x), count, -1, x.shape[2])
                 kept[len(kept) - count :] = new.transpose(0, 1)
         return self._packed.attend(layer, query, key, value, scaling=scaling, window=window)
+
+
+@dataclass(frozen=True)
+class _Long:
+    """Tokens of one row: `count` of them behind its first `first`."""
+
+    bucket: _Bucket
+    place: int
+    first: int
+    count: int
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None) -> Tensor:
+        """q [H, C, D], k and v [K, C, D] -> [H, C, D]."""
+        slot = int(self.bucket.prompt_R[self.place])
+        prompt = int(self.bucket.tokens_G[slot])
+        last = self.first + self.count
+        above = self.bucket.prompts.layer(layer, k, v)
+        own = self.bucket.answers.layer(layer, k, v)
+        for x, new in zip(own, (k, v), strict=True):
+            x[self.place, :, self.first : last] = new
+        keys, values = (
+            torch.cat([x[slot, :, :prompt], y[self.place, :, :last]], 1)[None] for x, y in zip(above, own, strict=True)
+        )
+        behind = torch.arange(prompt + self.first, prompt + last)[:, None] - torch.arange(prompt + last)
+        shown = ((behind >= 0) & (behind < (prompt + last if window is None else window))).to(q.device)
+        out: Tensor = scaled_dot_product_attention(
+            q[None], keys, values, attn_mask=shown, scale=scaling, enable_gqa=True
+        )
+        return out[0]
+
+
+class Extend:
+    """Several new tokens for some rows: a row sees its prompt, its own tokens so far, and these up to itself."""
+
+    def __init__(self, parts: Sequence[_Long]) -> None:
+        self._parts = parts
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
+    ) -> Tensor:
+        counts = [part.count for part in self._parts]
+        q, k, v = (torch.split(x[0], counts, 1) for x in (query, key, value))
+        outs = [
+            part.attend(layer, *each, scaling=scaling, window=window)
+            for part, *each in zip(self._parts, q, k, v, strict=True)
+        ]
+        return torch.cat(outs, 1).transpose(0, 1)[None]
 
 
 class Step:

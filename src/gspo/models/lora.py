@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gspo import config
+from gspo import config, sections
 from gspo.errors import InputError
 
 RANK, ALPHA, EVERYWHERE = 16, 32.0, "all-linear"
@@ -44,7 +44,7 @@ class Asked:
     """The model without its adapter."""
     start: Path | None
     """Folder of the adapter to go on from."""
-    settings: config.Lora | None
+    settings: sections.Lora | None
     """None if no key of it is set, as where a folder was named as the model."""
 
     @property
@@ -130,7 +130,7 @@ def adapt(model: Any, wanted: Asked, *, base: str, sha256: str, seed: int) -> Ad
     from peft import inject_adapter_in_model
 
     start = wanted.start
-    made = _fresh(model, wanted.settings or config.Lora()) if start is None else _read_config(start)
+    made = _fresh(model, wanted.settings or sections.Lora()) if start is None else _read_config(start)
     if start is not None:
         _require_same(start, made, wanted.settings)
     name, _, revision = (base, "", "") if Path(base).exists() else base.partition("@")
@@ -148,7 +148,7 @@ def adapt(model: Any, wanted: Asked, *, base: str, sha256: str, seed: int) -> Ad
     return adapter
 
 
-def _fresh(model: Any, settings: config.Lora) -> Any:
+def _fresh(model: Any, settings: sections.Lora) -> Any:
     from peft import LoraConfig
 
     layers, experts = _targets(model, settings.targets or (EVERYWHERE,))
@@ -214,7 +214,7 @@ def _read_config(folder: Path) -> Any:
     return found
 
 
-def _require_same(folder: Path, found: Any, settings: config.Lora | None) -> None:
+def _require_same(folder: Path, found: Any, settings: sections.Lora | None) -> None:
     """Raise InputError for settings that the adapter in `folder` contradicts."""
     if settings is None:
         return

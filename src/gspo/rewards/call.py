@@ -17,10 +17,22 @@ from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 LARGEST = 1e30
 """Rewards are squared and summed; beyond this float64 would overflow, and no scale of rewards needs it."""
+
+
+class Work(Protocol):
+    """What one call of a worker is about, as far as the pool cares."""
+
+    @property
+    def completions(self) -> tuple[str, ...]:
+        """Answers: it has the time of so many."""
+
+    @property
+    def session(self) -> int | None:
+        """What belongs together: it is done in order by one worker, where what it began is kept."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,12 @@ class Item:
     """The row of the data."""
     rendered_prompt: str
     """The prompt as the model saw it."""
+    conversations: tuple[tuple[Mapping[str, str], ...], ...] = ()
+    """All messages of each, from the prompt on."""
+    earned: tuple[float | None, ...] = ()
+    """What the environment gave for each."""
+    session: None = None
+    """Answers are judged by whichever worker is free."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,7 @@ class Call:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that are the same at every call."""
     special: frozenset[str] = frozenset()
-    """Of `rendered_prompt` and `completion_tokens`, those that it takes."""
+    """Of `own.SPECIAL`, those that it takes."""
     optional: frozenset[str] = frozenset()
     """Parameters that keep their default where the column is null."""
     prepare: Callable[[], None] | None = None
@@ -116,6 +134,11 @@ class Call:
             given["rendered_prompt"] = item.rendered_prompt
         if "completion_tokens" in self.special:
             given["completion_tokens"] = list(item.tokens) if self.group else item.tokens[0]
+        if "conversation" in self.special:
+            talks = [[dict(message) for message in talk] for talk in item.conversations]
+            given["conversation"] = talks if self.group else talks[0]
+        if "earned" in self.special:
+            given["earned"] = list(item.earned) if self.group else item.earned[0]
         return given
 
     def _verdicts(self, item: Item, found: Any) -> tuple[float | None, ...]:

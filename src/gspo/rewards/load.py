@@ -39,6 +39,10 @@ class Found:
         return self.ready.call is not None and self.ready.call.group
 
     @property
+    def conversation(self) -> bool:
+        return self.ready.call is not None and "conversation" in self.ready.call.special
+
+    @property
     def calls(self) -> list[Call]:
         """What the workers have to know."""
         call = None if self.ready.bounded else self.ready.call
@@ -77,8 +81,7 @@ def open_scorers(sets: Sequence[tuple[Sequence[Found], Rows]], judging: Judging)
     pooled = [Pooled(each.name, call, each.source) for found, _ in sets for each in found for call in each.calls]
     pool = None
     if pooled:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = judging.workers or min(cores, _MOST_WORKERS)
+        workers = judging.workers or worker_count()
         pool = Pool(pooled, workers=workers, timeout=judging.timeout, memory_gb=judging.memory_gb)
     indices = {id(function.call): index for index, function in enumerate(pooled)}
 
@@ -97,7 +100,7 @@ def open_scorers(sets: Sequence[tuple[Sequence[Found], Rows]], judging: Judging)
             for each in found:
                 if each.ready.check is not None and pool is not None:
                     _require_rows(each, rows, InPool(pool, indices[id(each.ready.check)]))
-            judges = [Judge(each.name, each.weight, place(each), each.group) for each in found]
+            judges = [Judge(each.name, each.weight, place(each), each.group, each.conversation) for each in found]
             for judge, each in zip(judges, found, strict=True):
                 _try(judge, each, rows)
             scorers.append(Scorer(judges, judging.max_failed))
@@ -106,6 +109,12 @@ def open_scorers(sets: Sequence[tuple[Sequence[Found], Rows]], judging: Judging)
         if pool is not None:
             pool.close()
         raise
+
+
+def worker_count() -> int:
+    """Processes of a pool, if nobody says how many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_WORKERS)
 
 
 def _require_rows(each: Found, rows: Rows, place: InPool) -> None:
@@ -122,7 +131,9 @@ def _require_rows(each: Found, rows: Rows, place: InPool) -> None:
 
 def _try(judge: Judge, each: Found, rows: Rows) -> None:
     count = 2 if judge.group else 1
-    outcome = judge.place.results(judge.place.submit([Item(("",) * count, (0,) * count, rows.rows[0], "")]))[0]
+    talk = ({"role": "user", "content": ""}, {"role": "assistant", "content": ""})
+    trial = Item(("",) * count, (0,) * count, rows.rows[0], "", (talk,) * count, (0.0,) * count)
+    outcome = judge.place.results(judge.place.submit([trial]))[0]
     if outcome.status in FAILED:
         raise InputError(
             f"{each.where}: a trial call with {rows.name}: {rows.place(0)} and an empty completion failed:\n{_end(outcome.error)}"

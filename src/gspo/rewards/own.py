@@ -21,6 +21,8 @@ from gspo.tasks.data import Rows
 SPECIAL = {
     "rendered_prompt": "the prompt as the model saw it",
     "completion_tokens": "the number of tokens of the answer",
+    "conversation": "the list of all messages, prompt and answer among them",
+    "earned": "what the environment gave for the conversation",
 }
 """Parameters that are no columns."""
 
@@ -35,8 +37,8 @@ def own(function: str | Callable[..., Any], rows: Rows, known: Iterable[str]) ->
     Raises:
         InputError: no such file or function; a parameter that cannot be given; a null column.
     """
-    source = _file(function, known) if isinstance(function, str) else None
-    found = function if source is None else getattr(_module(source), source.name)
+    source = from_file(function, known) if isinstance(function, str) else None
+    found = function if source is None else load_here(source)
     name = str(getattr(found, "__name__", type(found).__name__))
     where = f"reward={function}" if isinstance(function, str) else f"reward function {name}"
     if not callable(found):
@@ -47,38 +49,44 @@ def own(function: str | Callable[..., Any], rows: Rows, known: Iterable[str]) ->
 # ------------------------------------------------------------------------------ files
 
 
-def _file(function: str, known: Iterable[str]) -> FromFile:
-    """The file and function that `file.py:name` names."""
+def from_file(function: str, known: Iterable[str], key: str = "reward") -> FromFile:
+    """The file and function that `file.py:name` names. Raises InputError, which says under which `key` it was named."""
     file, _, name = function.rpartition(":") if ":" in function else (function, "", "")
+    what = {"reward": "rule"}.get(key, key.rpartition(".")[2].rstrip("s"))
     if not file.endswith(".py") and file != "python":
         head = function.partition(":")[0]
         near = get_close_matches(head, list(known), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"reward={function}: no such rule.{hint} There are {', '.join(known)}; your own function is written file.py:name"
+            f"{key}={function}: no such {what}.{hint} There are {', '.join(known)}; your own is written file.py:name"
         )
     if file == "python":
         raise InputError(
-            f"reward={function}: this function was given from Python, so the command line does not have it: "
-            "write it as file.py:name, or go on with gspo.train(resume=DIR, reward=function)"
+            f"{key}={function}: this function was given from Python, so the command line does not have it: "
+            f"write it as file.py:name, or go on with gspo.train(resume=DIR, {key.partition('.')[0]}=...)"
         )
     path = Path(file)
     if not path.is_file():
         near = get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.py")], n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else f" (the current folder is {Path.cwd()})"
-        raise InputError(f"reward={function}: no such file: {path}{hint}")
+        raise InputError(f"{key}={function}: no such file: {path}{hint}")
     source = FromFile(path.resolve(), name, path.read_bytes())
     try:
         module = _module(source)
     except (Exception, SystemExit) as error:
-        raise InputError(f"reward={function}: importing {source.path} failed:\n{last_lines(error)}") from error
+        raise InputError(f"{key}={function}: importing {source.path} failed:\n{last_lines(error)}") from error
     if not name or not hasattr(module, name):
         own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
         near = get_close_matches(name, own, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(own) or 'no function'}"
-        what = f"no function {name!r} in {path}" if name else f"name the function: {path}:NAME"
-        raise InputError(f"reward={function}: {what}{hint}")
+        lacks = f"no function {name!r} in {path}" if name else f"name the function: {path}:NAME"
+        raise InputError(f"{key}={function}: {lacks}{hint}")
     return source
+
+
+def load_here(source: FromFile) -> Any:
+    """The function, in this process."""
+    return getattr(_module(source), source.name)
 
 
 @cache

@@ -23,7 +23,7 @@ from typing import Any, cast
 import cloudpickle
 
 from gspo.errors import InputError, RunError
-from gspo.rewards.call import Call, FromFile
+from gspo.rewards.call import FromFile
 from gspo.rewards.worker import HEADER
 
 
@@ -32,7 +32,8 @@ class Pooled:
     """A function that the workers know."""
 
     name: str
-    call: Call
+    call: Any
+    """A `Call`, or what has its shape."""
     source: FromFile | None = None
     """Where each worker loads it from; None: it is sent as it is."""
 
@@ -186,7 +187,7 @@ def _is_the_users(module: ModuleType) -> bool:
     return file is not None and not any(Path(file).is_relative_to(folder) for folder in (*installed, ours))
 
 
-def _by_value(call: Call, module: ModuleType) -> bytes:
+def _by_value(call: Any, module: ModuleType) -> bytes:
     cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(call))

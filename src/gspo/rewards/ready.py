@@ -32,6 +32,8 @@ class Around:
     system: str | None
     max_new_tokens: int
     judging: Judging
+    environment: bool = False
+    """There is an environment that gives rewards."""
     services: dict[str, Service] = field(default_factory=dict)
     """By how they were named: training and evaluation share a reward model, and a judge's budget."""
 
@@ -223,6 +225,14 @@ def require_extra(module: str, extra: str, where: str) -> None:
         raise InputError(f"{where}: needs the package {module}, which is not installed: pip install 'gspo[{extra}]'")
 
 
+def _environment(where: str, argument: str | None, around: Around) -> Ready:
+    if not around.environment:
+        raise InputError(
+            f"{where}: there is no environment that gives rewards: name one, as in conversation.environment=file.py:NAME"
+        )
+    return Ready(Call(rules.environment, special=frozenset({"earned"})), bounded=True)
+
+
 _NOT_EMPTY = "text that is not empty"
 READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "exact": _compared(rules.exact, lambda answer: str(answer).strip() != "", _NOT_EMPTY),
@@ -238,6 +248,7 @@ READY: Mapping[str, Callable[[str, str | None, Around], Ready]] = {
     "overlong": _overlong,
     "repetition": _repetition,
     "matching": _compared(rules.matching, lambda answer: str(answer) != "", _NOT_EMPTY),
+    "environment": _environment,
     "sorted": _compared(
         rules.sorted_list,
         lambda answer: rules.last_list(str(answer)) is not None,

@@ -115,6 +115,11 @@ _WHOLE = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]*
 _WORD = re.compile(r"[A-Za-z0-9_]")
 
 
+def environment(completion: str, *, earned: float | None) -> float | None:
+    """What the environment gave for the conversation."""
+    return earned
+
+
 def as_number(answer: Any) -> Decimal | None:
     """The number that the whole of `answer` is (int, float, or text such as `-1,234.50` or `$7$`), or None."""
     if isinstance(answer, int):

@@ -18,13 +18,13 @@ import subprocess
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gspo.errors import InputError, RunError
-from gspo.rewards.call import Item
+from gspo.rewards.call import Work
 from gspo.rewards.process import Pooled, Process, frame, setup
 from gspo.types import Status
 
@@ -46,8 +46,8 @@ _FAILED_STARTS = 3
 class Outcome:
     """What became of one item."""
 
-    values: tuple[float | None, ...]
-    """A number for each of its completions; None where there is no verdict."""
+    values: tuple[Any, ...]
+    """A number for each of its completions, None where there is no verdict; of an environment, what it says."""
     status: Status
     seconds: float
     """That the function took, where it came to an end; else until it was ended."""
@@ -59,18 +59,29 @@ class Outcome:
 class _Task:
     ticket: int
     function: int
-    item: Item
+    item: Work
 
     @property
     def answers(self) -> int:
         return len(self.item.completions)
+
+    @property
+    def session(self) -> int | None:
+        """Items of one session are done in order by one worker, where what they began is kept."""
+        return self.item.session
 
 
 class Pool:
     """Worker processes, started once for a run."""
 
     def __init__(
-        self, functions: Sequence[Pooled], *, workers: int, timeout: float, memory_gb: float | None = None
+        self,
+        functions: Sequence[Pooled],
+        *,
+        workers: int,
+        timeout: float,
+        memory_gb: float | None = None,
+        limit: str = "judging.timeout",
     ) -> None:
         """Start the workers, and wait until they have loaded their functions.
 
@@ -78,17 +89,22 @@ class Pool:
             functions: their place in the sequence is what `submit` calls them by.
             timeout: seconds for one answer.
             memory_gb: address space of a worker, in units of 2^30 bytes; None: no limit.
+            limit: key of `timeout`, for messages.
 
         Raises:
             InputError: a function cannot be sent to another process, or cannot be loaded there.
         """
         self._names = [function.name for function in functions]
         self._async = [function.call.asynchronous for function in functions]
-        self._timeout = timeout
+        self._timeout, self._limit = timeout, limit
         self._memory = int((memory_gb or 0) * 2**30)
         self._setup = setup(functions, timeout)
         self._seconds: dict[int, float] = {}
         self._queue: deque[_Task] = deque()
+        self._homes: dict[int, Process] = {}
+        """The worker of each session."""
+        self._lines: dict[Process, deque[_Task]] = {}
+        """What waits for one worker alone."""
         self._at: dict[Process, dict[int, _Task]] = {}
         """What each worker has been sent and has not answered, by its place in the frame; in order."""
         self._done: dict[int, Outcome] = {}
@@ -113,14 +129,32 @@ class Pool:
 
     # -------------------------------------------------------------------------- work
 
-    def submit(self, function: int, items: Sequence[Item]) -> list[int]:
+    def submit(self, function: int, items: Sequence[Work]) -> list[int]:
         """Queue a call of the function for each item, and give back their tickets."""
         with self._lock:
             tickets = list(range(self._tickets, self._tickets + len(items)))
             self._tickets += len(items)
-            self._queue.extend(_Task(t, function, item) for t, item in zip(tickets, items, strict=True))
+            self._line_up(_Task(t, function, item) for t, item in zip(tickets, items, strict=True))
             self._turn(0.0)
         return tickets
+
+    def leave(self, session: int) -> None:
+        """The session is over: its worker is no longer kept for it."""
+        with self._lock:
+            self._homes.pop(session, None)
+
+    def done(self, tickets: Iterable[int], wait: bool) -> dict[int, Outcome]:
+        """Those of the tickets that have an outcome, each once; with `wait`, at least one if there are any.
+
+        Raises:
+            RunError: workers cannot be started any more.
+        """
+        while True:
+            with self._lock:
+                self._turn(_TICK if wait else 0.0)
+                found = {ticket: self._done.pop(ticket) for ticket in tickets if ticket in self._done}
+            if found or not wait or not tickets:
+                return found
 
     def results(self, tickets: Sequence[int]) -> list[Outcome]:
         """The outcomes of the tickets, in their order; each ticket once. Waits for at most the time limit of each call.
@@ -144,6 +178,7 @@ class Pool:
                 self._bury()
                 time.sleep(0.002)
             self._queue.clear()
+            self._lines.clear()
             self._selector.close()
 
     # -------------------------------------------------------------------------- one turn
@@ -165,16 +200,27 @@ class Pool:
 
     def _hand_out(self) -> None:
         for worker in list(self._at):
-            if self._queue and worker.ready and not self._at[worker]:
-                self._give(worker)
+            if worker.ready and not self._at[worker] and (queue := self._lines[worker] or self._queue):
+                self._give(worker, queue)
 
-    def _give(self, worker: Process) -> None:
-        function = self._queue[0].function
+    def _line_up(self, tasks: Iterable[_Task]) -> None:
+        for task in tasks:
+            if task.session is None:
+                self._queue.append(task)
+                continue
+            home = self._homes.get(task.session)
+            if home is None or home not in self._at:
+                taken = Counter(self._homes.values())
+                home = self._homes[task.session] = min(self._at, key=lambda worker: taken[worker])
+            self._lines[home].append(task)
+
+    def _give(self, worker: Process, queue: deque[_Task]) -> None:
+        function = queue[0].function
         # No worker gets so much that another has nothing left to do.
-        most = min(self._size(function), -(-len(self._queue) // len(self._at)))
+        most = min(self._size(function), len(queue) if queue is not self._queue else -(-len(queue) // len(self._at)))
         batch: list[_Task] = []
-        while self._queue and self._queue[0].function == function and len(batch) < most:
-            batch.append(self._queue.popleft())
+        while queue and queue[0].function == function and len(batch) < most:
+            batch.append(queue.popleft())
         try:
             data = frame((function, [task.item for task in batch]))
         except Exception as error:
@@ -214,13 +260,15 @@ class Pool:
         """Replace a worker. Returns what it was at; what it had not begun goes to another."""
         tasks = list(self._at[worker].values())
         begun = len(tasks) if self._side_by_side(tasks) else 1
-        self._queue.extendleft(reversed(tasks[begun:]))
+        waiting = [*tasks[begun:], *self._lines[worker]]
+        self._queue.extendleft(reversed([task for task in waiting if task.session is None]))
         self._drop(worker)
         self._start()
+        self._line_up(task for task in waiting if task.session is not None)
         return tasks[:begun]
 
     def _late_words(self, task: _Task) -> str:
-        return f"{self._names[task.function]}: no verdict within {self._timeout * task.answers:g} s (judging.timeout)"
+        return f"{self._names[task.function]}: no verdict within {self._timeout * task.answers:g} s ({self._limit})"
 
     def _fail(self, task: _Task, status: Status, seconds: float, error: str) -> None:
         self._done[task.ticket] = Outcome((None,) * task.answers, status, seconds, error)
@@ -269,11 +317,11 @@ class Pool:
 
     def _start(self) -> None:
         worker = Process(self._selector, self._memory)
-        self._at[worker] = {}
+        self._at[worker], self._lines[worker] = {}, deque()
         worker.send(self._setup)
 
     def _drop(self, worker: Process) -> None:
-        del self._at[worker]
+        del self._at[worker], self._lines[worker]
         worker.let_go()
         self._ending.append((worker.popen, time.monotonic() + _END_SECONDS / 2))
 

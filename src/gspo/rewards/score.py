@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from gspo.errors import RunError
 from gspo.rewards.call import Call, Item
 from gspo.rewards.runner import Outcome, Pool
-from gspo.types import Group, Reward, Rollout, Status
+from gspo.types import Group, Reward, Rollout, Status, Stop
 
 FAILED = (Status.TIMEOUT, Status.CRASHED)
 CONSTANT_AFTER = 64
@@ -98,6 +98,8 @@ class Judge:
     place: Place
     group: bool = False
     """It takes all answers to a prompt in one call."""
+    conversation: bool = False
+    """It reads all messages."""
 
 
 @dataclass
@@ -169,9 +171,10 @@ class Judging:
         for name, judgements in found.items():
             _require_verdicts(name, judgements, answers, self.scorer.max_failed)
             self.scorer.watch(name, [judgement.value for judgement in judgements])
+        _require_conversations(answers, self.scorer.max_failed)
         rewards = [
-            _reward(self.scorer.judges, {name: judgements[i] for name, judgements in found.items()})
-            for i in range(len(answers))
+            _reward(self.scorer.judges, {name: judgements[i] for name, judgements in found.items()}, answer)
+            for i, answer in enumerate(answers)
         ]
         judged = []
         for group in self._groups:
@@ -193,9 +196,21 @@ class _Judgement:
 def _items(group: Group, judge: Judge) -> list[Item]:
     rollouts, prompt = group.rollouts, group.prompt
     return [
-        Item(tuple(r.text for r in some), tuple(r.policy_tokens for r in some), prompt.columns, prompt.text)
+        Item(
+            tuple(r.text for r in some),
+            tuple(r.policy_tokens for r in some),
+            prompt.columns,
+            prompt.text,
+            tuple(_conversation(group, r) for r in some) if judge.conversation else (),
+            tuple(r.earned for r in some),
+        )
         for some in ([rollouts] if judge.group else [(rollout,) for rollout in rollouts])
     ]
+
+
+def _conversation(group: Group, rollout: Rollout) -> tuple[Mapping[str, str], ...]:
+    followed = rollout.messages or ({"role": "assistant", "content": rollout.text},)
+    return (*group.prompt.messages, *followed)
 
 
 def _by_answer(outcomes: Sequence[Outcome]) -> list[_Judgement]:
@@ -212,15 +227,26 @@ def _by_answer(outcomes: Sequence[Outcome]) -> list[_Judgement]:
     ]
 
 
-def _reward(judges: Sequence[Judge], judgements: Mapping[str, _Judgement]) -> Reward:
+def _reward(judges: Sequence[Judge], judgements: Mapping[str, _Judgement], answer: Rollout) -> Reward:
+    """Of a conversation that failed there is no verdict, whatever the functions made of its last reply."""
     weighted = [(judge.weight, judgements[judge.name].value) for judge in judges if judge.weight]
     values = [weight * value for weight, value in weighted if value is not None]
     return Reward(
-        sum(values) if len(values) == len(weighted) else None,
+        sum(values) if len(values) == len(weighted) and answer.stop is not Stop.ERROR else None,
         parts={name: judgement.value for name, judgement in judgements.items()},
         status={name: judgement.status for name, judgement in judgements.items()},
         seconds={name: judgement.seconds for name, judgement in judgements.items()},
-        error=next((judgement.error for judgement in judgements.values() if judgement.error), None),
+        error=answer.error or next((judgement.error for judgement in judgements.values() if judgement.error), None),
+    )
+
+
+def _require_conversations(answers: Sequence[Rollout], max_failed: float) -> None:
+    failed = [answer for answer in answers if answer.stop is Stop.ERROR]
+    if len(failed) <= max_failed * len(answers):
+        return
+    raise RunError(
+        f"{len(failed)} of {len(answers)} conversations failed, more than judging.max_failed={max_failed:g} allows: mend the environment, "
+        f"or raise conversation.timeout or judging.max_failed.\nThe first, after {failed[0].text[:300]!r}:\n{(failed[0].error or '').strip()}"
     )
 
 

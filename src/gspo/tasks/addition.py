@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from gspo.errors import InputError
 from gspo.tasks.task import DEFAULT_ROWS, HELD_OUT, Side, limit_key, shuffled
@@ -22,6 +22,9 @@ class Addition:
     high: int = 20
     held_out: float = HELD_OUT
     """Share of the operand pairs that training never sees."""
+
+    name: ClassVar[str] = "addition"
+    what: ClassVar[str] = "sums"
 
     @property
     def pairs(self) -> int:
@@ -40,37 +43,45 @@ class Addition:
         most = limit or DEFAULT_ROWS[side]
         rows: list[dict[str, Any]] = []
         for place in places:
-            a, b = _pair(shuffled(place, self.pairs, b"gspo addition"))
+            a, b = _pair(shuffled(place, self.pairs, f"gspo {self.name}".encode()))
             both = [(a, b), (b, a)] if a != b else [(a, b)]
-            rows += [_row(self.low + x, self.low + y) for x, y in both]
+            rows += [self.row(self.low + x, self.low + y) for x, y in both]
             if len(rows) >= most:
                 break
         cut = limit is None and (len(rows) > most or place != places[-1])
-        said = f"{most} of about {2 * len(places)} {side.replace('_', '-')} sums"
-        note = f"addition of {self.low}..{self.high}: {said}; {limit_key(side)} sets how many"
+        said = f"{most} of about {2 * len(places)} {side.replace('_', '-')} {self.what}"
+        note = f"{self.name} of {self.low}..{self.high}: {said}; {limit_key(side)} sets how many"
         return rows[:most], (note,) if cut else ()
+
+    def row(self, a: int, b: int) -> dict[str, Any]:
+        """The row of one pair of operands."""
+        return {"prompt": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b), "a": a, "b": b}
+
+
+A = TypeVar("A", bound=Addition)
 
 
 def parse(arguments: str) -> Addition:
     """The task that `LOW-HIGH` describes; nothing stands for 1-20. Raises InputError for anything else."""
+    return parse_as(Addition, arguments)
+
+
+def parse_as(kind: type[A], arguments: str) -> A:
+    """A task on pairs of numbers from `LOW-HIGH`. Raises InputError for words that are none."""
     if not arguments:
-        return Addition()
+        return kind()
     found = re.fullmatch(r"(-?\d+)-(-?\d+)", arguments)
-    where = f"data=addition:{arguments}"
+    where = f"data={kind.name}:{arguments}"
     if found is None:
         raise InputError(
-            f"{where}: the task is written addition:LOW-HIGH, smallest and largest operand, as in addition:1-9"
+            f"{where}: the task is written {kind.name}:LOW-HIGH, smallest and largest operand, as in {kind.name}:1-9"
         )
-    task = Addition(int(found[1]), int(found[2]))
+    task = kind(int(found[1]), int(found[2]))
     if task.low > task.high:
         raise InputError(f"{where}: {task.low} is larger than {task.high}: there are no operands between them")
     if task.pairs < 2:
         raise InputError(f"{where}: one operand pair cannot be split into training and held-out; widen the range")
     return task
-
-
-def _row(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b), "a": a, "b": b}
 
 
 def _pair(index: int) -> tuple[int, int]:

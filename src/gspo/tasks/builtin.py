@@ -9,11 +9,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from gspo.errors import InputError
-from gspo.tasks import addition, gym, preferences, sort
+from gspo.tasks import addition, calculator, gym, preferences, sort
 from gspo.tasks.task import Task
 
 TASKS: dict[str, Callable[[str], Task]] = {
     "addition": addition.parse,
+    "calculator": calculator.parse,
     "sort": sort.parse,
     "preferences": preferences.parse,
     gym.NAME: gym.parse,

@@ -6,7 +6,7 @@ The job calls it before the model is loaded, so that a prompt that is too long c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from gspo.config import Data
 from gspo.errors import InputError
 from gspo.tasks.data import Rows
+from gspo.tasks.tools import described
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -34,8 +35,12 @@ class Rendered:
     """What the user should be told once: rows that were dropped."""
 
 
-def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Rendered:
+def render(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data, tools: Sequence[Mapping[str, Any]] = ()
+) -> Rendered:
     """Each row's prompt as text and ids, special tokens once: by the template, or by the tokenizer where there is none.
+
+    `tools`: schemas of what the model may call; in a system message where the template has no place for them.
 
     Raises:
         InputError: `data.template=chat`, `data.system` or messages without a chat template; a message list that
@@ -43,8 +48,10 @@ def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Render
             under `drop` when none is left; a prompt without tokens.
     """
     chat = uses_template(rows, tokenizer, data)
+    spoken = [_spoken(rows, i, tokenizer, data, tools if chat else ()) for i in range(len(rows))]
     if chat:
-        texts = [templated(rows, i, tokenizer, data) for i in range(len(rows))]
+        places = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
+        texts = [_text(rows, i, messages, tokenizer, places) for i, messages in enumerate(spoken)]
     else:
         texts = [row[data.prompt] for row in rows.rows]
     ids = tokenizer(texts, add_special_tokens=not chat, truncation=False, padding=False, verbose=False)["input_ids"]
@@ -53,7 +60,9 @@ def render(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> Render
         raise InputError(f"{rows.name}: {rows.places(bare)}: the tokenizer makes no tokens of this prompt")
     notes = too_long(rows, lengths, data, what="prompts", key="max_prompt_tokens")
     prompts = (
-        Prompt(row=i, text=texts[i], token_ids=np.asarray(ids[i], dtype=np.int64), columns=rows.rows[i])
+        Prompt(
+            row=i, text=texts[i], token_ids=np.asarray(ids[i], dtype=np.int64), columns=rows.rows[i], messages=spoken[i]
+        )
         for i in range(len(rows))
         if lengths[i] <= data.max_prompt_tokens
     )
@@ -85,22 +94,53 @@ def templated(
 
     Raises InputError for messages that the template refuses.
     """
+    answered = bool(turns) and turns[-1]["role"] == "assistant"
+    messages = (*_spoken(rows, index, tokenizer, data, ()), *map(_said, turns))
+    return _text(rows, index, messages, tokenizer, {"add_generation_prompt": not answered})
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template has a place for tools."""
+    return "tools" in str(tokenizer.chat_template)
+
+
+def _spoken(
+    rows: Rows, index: int, tokenizer: PreTrainedTokenizerBase, data: Data, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], ...]:
+    """A row's prompt as messages, with what is said before it."""
+    messages: list[dict[str, Any]] = as_messages(rows.rows[index][data.prompt])
+    where = f"{rows.name}: {rows.place(index)}"
+    system = [messages[0]["content"]] if messages[0]["role"] == "system" else []
+    if data.system is not None:
+        if system:
+            raise InputError(f"{where}: has a system message already, and data.system would be a second; leave one out")
+        messages, system = [{}, *messages], [data.system]
+    if tools and not knows_tools(tokenizer):
+        messages, system = messages if system else [{}, *messages], [*filter(None, system), described(tools)]
+    if system:
+        messages = [{"role": "system", "content": "\n\n".join(system)}, *messages[1:]]
+    return tuple(map(_said, messages))
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    # Parquet gives every message the keys of all messages; templates ask whether a key is there, not whether it is null.
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _text(
+    rows: Rows, index: int, messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]
+) -> str:
     from jinja2.exceptions import TemplateError
 
-    where = f"{rows.name}: {rows.place(index)}"
-    messages = as_messages(rows.rows[index][data.prompt])
-    if data.system is not None:
-        if messages[0]["role"] == "system":
-            raise InputError(f"{where}: has a system message already, and data.system would be a second; leave one out")
-        messages = [{"role": "system", "content": data.system}, *messages]
-    # Parquet gives every message the keys of all messages; templates ask whether a key is there, not whether it is null.
-    messages = [{k: v for k, v in message.items() if v is not None} for message in (*messages, *turns)]
-    answered = bool(turns) and turns[-1]["role"] == "assistant"
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answered))
+        return str(
+            tokenizer.apply_chat_template(list(messages), **{"tokenize": False, "add_generation_prompt": True, **keys})
+        )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise InputError(f"{where}: the chat template refuses its messages ({roles}): {error}") from error
+        raise InputError(
+            f"{rows.name}: {rows.place(index)}: the chat template refuses its messages ({roles}): {error}"
+        ) from error
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:

@@ -1,0 +1,197 @@
+"""Environments found, checked and asked how they begin, before a model exists.
+
+In: the section `conversation`, rows, a tokenizer. Out: a `Stage`, whose worker processes hold the environments; rows
+whose prompts are what the environments began with; and the `Talks` of a set of prompts. `inputs` calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo.config import Data, Judging, Run
+from gspo.conversations.partner import Talks
+from gspo.conversations.play import Move, Play, Scene, ToolsFrom
+from gspo.conversations.transcript import Transcript, UnspeakableError, Voice
+from gspo.errors import InputError
+from gspo.rewards.call import FromFile
+from gspo.rewards.load import worker_count
+from gspo.rewards.own import from_file, load_here
+from gspo.rewards.process import Pooled
+from gspo.rewards.ready import require_extra
+from gspo.rewards.runner import Pool
+from gspo.rewards.score import FAILED
+from gspo.sections import Conversation
+from gspo.tasks.calculator import calculator
+from gspo.tasks.data import Rows, checked_prompts
+from gspo.tasks.openenv import OpenEnv
+from gspo.tasks.render import knows_tools
+from gspo.tasks.textarena import TextArena
+from gspo.tasks.tools import Tool, schema
+from gspo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOOLS: Mapping[str, Tool] = {"calculator": calculator}
+"""The ready ones."""
+ADAPTERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "openenv": (OpenEnv, "websockets"),
+    "textarena": (TextArena, "textarena"),
+}
+"""By the word before the colon: what makes environments of what stands behind it, and the package that it needs."""
+SEEDS = {"train": (0, 512), "held_out": (1_000_000, 128)}
+"""First seed and number of seeds of an environment that makes its own prompts, if `data.limit` or `eval.limit` is not set."""
+_SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An environment that is not running yet."""
+
+    name: str
+    where: str
+    """How the user named it, for messages."""
+    function: Callable[..., Any]
+    source: FromFile | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of what the model may call."""
+
+    @property
+    def rewards(self) -> bool:
+        """Tools give no rewards."""
+        return not self.tools
+
+
+def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
+    """The environment of a run, if it has one.
+
+    Raises InputError: no such file or name; not a class or function; a tool that cannot be described to a model.
+    """
+    talk = run.talk
+    if talk is None:
+        return None
+    if talk.tools:
+        return _tools(talk.tools, "tool" if knows_tools(tokenizer) else "user")
+    if talk.environment is None:
+        raise InputError("conversation: name an environment or tools, as in conversation.tools=calculator")
+    key = "conversation.environment" if run.conversation and run.conversation.environment else "data"
+    where = f"{key}={talk.environment}"
+    kind, _, argument = talk.environment.partition(":") if isinstance(talk.environment, str) else ("", "", "")
+    if kind in ADAPTERS:
+        adapter, package = ADAPTERS[kind]
+        require_extra(package, kind, where)
+        return Found(kind, where, partial(adapter, argument))
+    source = (
+        from_file(talk.environment, [f"{name}:..." for name in ADAPTERS], key)
+        if isinstance(talk.environment, str)
+        else None
+    )
+    found = talk.environment if source is None else load_here(source)
+    if not callable(found):
+        raise InputError(f"{where}: is {type(found).__name__}, not a class or a function")
+    return Found(str(getattr(found, "__name__", type(found).__name__)), where, found, source)
+
+
+def _tools(named: Sequence[str | Tool], role: str) -> Found:
+    key, tools, schemas = "conversation.tools", {}, []
+    loaded: dict[str, Tool | FromFile] = {}
+    for each in named:
+        where = f"{key}={each if isinstance(each, str) else getattr(each, '__name__', each)}"
+        source = from_file(each, TOOLS, key) if isinstance(each, str) and each not in TOOLS else None
+        tool: Any = (TOOLS[each] if source is None else load_here(source)) if isinstance(each, str) else each
+        if not inspect.isroutine(tool):
+            raise InputError(f"{where}: is {type(tool).__name__}, not a function")
+        told = schema(tool, where)
+        name = told["function"]["name"]
+        if name in tools:
+            raise InputError(f"{where}: there are two tools named {name}")
+        tools[name], loaded[name] = tool, source or tool
+        schemas.append(told)
+    return Found("tools", f"{key}={','.join(tools)}", ToolsFrom(loaded, role), None, tuple(schemas))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the conversations of a run take place."""
+
+    found: Found
+    limits: Conversation
+    pool: Pool
+
+    def begin(self, rows: Rows, data: Data) -> tuple[Rows, dict[int, Scene]]:
+        """The rows with what the environment begins with as their prompts, and the scene of each.
+
+        Where `reset` gives None, the row keeps its own prompt. Raises InputError if `reset` fails, or begins with what
+        is no prompt.
+        """
+        scenes = [Scene(int(row.get(_SEED, i)), row) for i, row in enumerate(rows.rows)]
+        outcomes = self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
+        if failed := [i for i, outcome in enumerate(outcomes) if outcome.status in FAILED]:
+            end = "\n".join((outcomes[failed[0]].error or "").strip().splitlines()[-6:])
+            raise InputError(f"{self.found.where}: the beginning failed for {rows.name}: {rows.places(failed)}:\n{end}")
+        said = [outcome.values[0] for outcome in outcomes]
+        made = tuple({**row, data.prompt: begun} if begun else row for row, begun in zip(rows.rows, said, strict=True))
+        columns = tuple(dict.fromkeys((*rows.columns, *(column for row in made for column in row))))
+        found = replace(rows, rows=made, columns=columns)
+        opened = {i: replace(scene, opening=tuple(said[i])) for i, scene in enumerate(scenes)}
+        return checked_prompts(data)(found), opened
+
+    def talks(self, scenes: Mapping[int, Scene], voice: Voice) -> Talks:
+        """The conversations about a set of prompts."""
+        return Talks(self.pool, voice, self.limits, scenes)
+
+
+def open_stage(found: Found, limits: Conversation, judging: Judging) -> Stage:
+    """Start the processes. Raises InputError if the environment cannot be sent to them, or loaded there."""
+    pooled = Pooled(found.name, Play(found.function), found.source)
+    workers = judging.workers or worker_count()
+    pool = Pool(
+        [pooled], workers=workers, timeout=limits.timeout, memory_gb=judging.memory_gb, limit="conversation.timeout"
+    )
+    return Stage(found, limits, pool)
+
+
+def seeds(source: str, side: str, limit: int | None) -> Rows:
+    """The rows of an environment that makes its own prompts: a seed each."""
+    first, count = SEEDS[side]
+    held_out = ", held out" if side == "held_out" else ""
+    note = f"{source}{held_out}: the first {count} seeds; {'eval' if held_out else 'data'}.limit sets how many"
+    rows = tuple({_SEED: first + i} for i in range(limit or count))
+    return Rows(f"{source}{held_out}", rows, (_SEED,), notes=() if limit else (note,))
+
+
+def voice(tokenizer: PreTrainedTokenizerBase, found: Found, limits: Conversation, template: bool) -> Voice:
+    tools = found.tools if template and knows_tools(tokenizer) else ()
+    return Voice(tokenizer, template, tools, limits.history == "template")
+
+
+def rehearse(voice: Voice, prompt: Prompt) -> str | None:
+    """A conversation as thoughtful models have it, before there is a model: a notice if the template rewrites it.
+
+    Raises InputError if it cannot go on with one.
+    """
+    role = "tool" if voice.tools else "user"
+    end = voice.tokenizer.eos_token_id
+    transcript = Transcript(prompt, voice)
+    rewritten = False
+    try:
+        for _ in range(2):
+            ids = voice.ids("<think>\nfirst\n</think>\n\nthen") if voice.template else voice.ids("then")
+            transcript.wrote(np.array([*ids, *([] if end is None else [end])], dtype=np.int64))
+            before = len(transcript.line)
+            keep, _ = transcript.heard([{"role": role, "content": "go on"}])
+            rewritten = rewritten or keep < before
+    except UnspeakableError as error:
+        raise InputError(f"the conversation cannot be held with this model: {error}") from error
+    if not rewritten:
+        return None
+    return (
+        "the chat template rewrites earlier turns (thoughts, say, are left out): where it does, a conversation goes on from a branch, and "
+        "what stands before it is read again; every token that the policy wrote is trained once. conversation.history=verbatim keeps turns as they were written"
+    )

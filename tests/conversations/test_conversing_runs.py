@@ -1,0 +1,149 @@
+"""Whole runs with environments and tools: what is learned, what is written, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gspo
+from gspo import InputError, settings
+from gspo.journal import read
+
+PRESS = '''
+import random
+
+
+class Press:
+    """Begin with a letter, be shown a number, then begin with a digit."""
+
+    def reset(self, seed):
+        self.shown = random.Random(seed).randint(10, 99)
+        self.turn = 0
+        return f"{self.shown}?"
+
+    def step(self, reply):
+        self.turn += 1
+        if self.turn == 1:
+            pressed = reply[:1].isalpha()
+            return f"= {self.shown}" if pressed else "no", 0.5 * pressed, False
+        return None, 0.5 * reply[:1].isdigit(), True
+
+
+def noisy(seed):
+    reply = yield "say"
+    if seed % 4 == 0:
+        raise KeyError("broken")
+    return float(seed % 2)
+
+
+def whole(completion, conversation, earned):
+    assert conversation[0]["role"] == "user" and conversation[-1] == {"role": "assistant", "content": completion}
+    return len(conversation) / 10 + earned
+'''
+TINY: dict[str, Any] = dict(
+    model={"name": "random-dense", "dtype": "float32"}, algorithm="gspo", prompts_per_step=8, group_size=8, threads=1, steps=2,
+    sampling={"max_new_tokens": 4, "max_rows": 64}, optimizer={"learning_rate": 3e-3}, eval={"every": 0},
+    judging={"workers": 1, "max_failed": 1.0},
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "env.py").write_text(PRESS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rollouts(folder: Path, step: int = 1) -> list[dict[str, Any]]:
+    with gzip.open(folder / "rollouts" / f"{step:08d}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def endless(**sampling: Any) -> dict[str, Any]:
+    """Turns that end by themselves now and then: the model knows nothing, and stops by chance."""
+    return {"max_new_tokens": 40, "max_rows": 64, **sampling}
+
+
+def test_a_policy_learns_both_turns(folder: Path) -> None:
+    """It knows nothing at first, not even to end a turn; half of the reward is earned in the first, half in the second."""
+    run = gspo.train(
+        **{**TINY, "steps": 16},
+        data="env.py:Press",
+        reward=["environment"],
+        conversation={"max_turns": 2, "max_tokens": 128},
+        dir="runs/press",
+    )
+    lines = read(run.folder / "journal.jsonl")
+    first, last = (sum(line["reward/mean"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
+    print(f"reward {first:.3f} -> {last:.3f}")
+    assert last > first + 0.1
+    assert lines[-1]["parity/max"] < 1e-4
+    written = rollouts(run.folder)
+    long = next(r for r in written if len(r["messages"]) == 3)
+    assert [m["role"] for m in long["messages"]] == ["assistant", "user", "assistant"]
+    assert 0 < sum(long["mask"]) < len(long["mask"])
+    assert all(p == 0 for p, m in zip(long["logprobs"], long["mask"], strict=True) if not m)
+
+
+def test_a_failing_environment_is_counted_and_the_run_goes_on(folder: Path) -> None:
+    run = gspo.train(**{**TINY, "sampling": endless()}, data="env.py:noisy", reward=["environment"], dir="runs/noisy")
+    lines = read(run.folder / "journal.jsonl")
+    assert sum(line["conversation/errors"] for line in lines) > 0
+    failed = [r for r in rollouts(run.folder) if r["stop"] == "error"]
+    assert all(r["reward"] is None and "KeyError: 'broken'" in r["reward_error"] for r in failed)
+    assert lines[0]["rollouts/judged"] == lines[0]["rollouts/total"] - lines[0]["conversation/errors"]
+
+
+def test_a_reward_reads_the_conversation_and_what_it_earned(folder: Path) -> None:
+    run = gspo.train(
+        **{**TINY, "sampling": endless(), "steps": 1}, data="env.py:Press", reward="env.py:whole", dir="runs/w"
+    )
+    for r in rollouts(run.folder):
+        assert r["reward_error"] is None
+        assert r["reward"] is not None
+
+
+def test_a_resumed_run_is_the_run_that_was_not_cut(folder: Path) -> None:
+    keys: dict[str, Any] = {**TINY, "sampling": endless(), "data": "env.py:Press", "reward": ["environment"]}
+    straight = gspo.train(**{**keys, "steps": 3}, dir="runs/a")
+    gspo.train(**{**keys, "steps": 2}, dir="runs/b")
+    resumed = gspo.train(resume="runs/b", steps=3)
+    assert [r["ids"] for r in rollouts(straight.folder, 3)] == [r["ids"] for r in rollouts(resumed.folder, 3)]
+    saved = settings.load(straight.folder / "run.yaml")
+    assert saved.talk is not None
+    assert saved.talk.environment == "env.py:Press"
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"data": "env.py:Pres"}, "did you mean 'Press'"),
+        ({"data": "env.py:Press", "reward": ["number"]}, "needs the column 'answer'"),
+        ({"data": "addition", "reward": ["environment"]}, "there is no environment that gives rewards"),
+        ({"data": "addition", "conversation": {"tools": "calculater"}}, "Did you mean 'calculator'"),
+        ({"data": "addition", "conversation": {"tools": ["env.py:whole"]}}, "cannot be described to a model"),
+        ({"data": "addition", "conversation": {"max_turns": 2}}, "name an environment or tools"),
+        ({"data": "env.py:Press", "conversation": {"tools": "calculator"}}, "names another"),
+        ({"data": "addition", "conversation": {"tools": "calculator", "max_tokens": 2}}, "less than one reply"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_the_start(folder: Path, keys: dict[str, Any], part: str) -> None:
+    with pytest.raises(InputError, match=part):
+        gspo.train(**{**TINY, "reward": ["number"], **keys}, dir="runs/none")
+    assert not (folder / "runs").exists()
+
+
+def test_an_environment_stands_for_its_section_on_the_command_line(folder: Path) -> None:
+    run = settings.load(None, ["data=addition:1-9", "conversation=env.py:Press", "conversation.max_turns=2"])
+    assert run.talk is not None
+    assert (run.talk.environment, run.talk.max_turns, run.longest) == ("env.py:Press", 2, 1024)
+    run = settings.load(None, ["conversation.tools=calculator,env.py:f"])
+    assert run.conversation is not None
+    assert run.conversation.tools == ("calculator", "env.py:f")
+    assert settings.check(settings.dump(run), "again") == run
+    assert settings.load(None).talk is None
+    assert settings.load(None).longest == 256
