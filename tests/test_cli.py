@@ -118,7 +118,7 @@ def test_a_task_of_reasoning_gym_is_trained_on_by_its_name(tmp_path: Path, capsy
     pytest.importorskip("reasoning_gym")
     words = ["model=random-dense", "model.dtype=float32", "steps=2", "sampling.max_new_tokens=4", "judging.workers=1",
              "threads=1", "data.limit=40", "eval.limit=8", f"dir={tmp_path / 'run'}"]  # fmt: skip
-    code, out, err = run(capsys, "train", "reasoning-gym:chain_sum,max_terms=2,max_digits=1", *words)
+    code, _, err = run(capsys, "train", "reasoning-gym:chain_sum,max_terms=2,max_digits=1", *words)
     assert code == 0, err
     lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert len(lines) == 2
