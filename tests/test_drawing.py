@@ -236,7 +236,7 @@ def test_a_resumed_run_is_bit_for_bit_the_whole_one(tmp_path: Path) -> None:
 def test_a_killed_run_with_answers_ahead_goes_on_bit_for_bit(tmp_path: Path) -> None:
     keys = {"max_staleness": 2, "steps": 7}
     cut = tmp_path / "cut"
-    words = [sys.executable, "-c", SCRIPT, str(cut), "200", json.dumps({**SHORT, **keys})]
+    words = [sys.executable, "-c", SCRIPT, str(cut), "170", json.dumps({**SHORT, **keys})]
     assert (
         subprocess.run(words, timeout=120, capture_output=True, env={**os.environ}, check=False).returncode
         == -signal.SIGKILL

@@ -95,7 +95,7 @@ def test_an_answer_that_takes_for_ever_costs_itself_alone() -> None:
     with scorer(["reasoning-gym"], [row], timeout=2) as opened:
         late, right = judge(opened, row, "9**9**9**9", row["answer"]).rollouts
     assert late.reward is not None
-    assert late.reward.status["reasoning-gym"] in (Status.TIMEOUT, Status.OK)
+    assert late.reward.status["reasoning-gym"] in (Status.TIMEOUT, Status.CRASHED, Status.OK)
     assert late.reward.value is None or late.reward.value < 0.1
     assert right.reward is not None
     assert right.reward.value == 1.0

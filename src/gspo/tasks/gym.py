@@ -156,16 +156,17 @@ def names() -> tuple[str, ...]:
 
 
 def about(name: str) -> str:
-    """A task in a line, in the package's own words."""
-    said = (_registry()[name][0].__doc__ or "").strip().splitlines()
-    return said[0].rstrip(".") if said else ""
+    """A task in a line: the package's own words, or where it stands in the package."""
+    found = _registry()[name][0]
+    said = (found.__doc__ or "").strip().splitlines()
+    return said[0].rstrip(".") if said else f"of the category {found.__module__.split('.')[1]}"
 
 
-def _registry() -> dict[str, tuple[type, type]]:
+def _registry() -> dict[str, tuple[Any, Any]]:
     _package()
     from reasoning_gym.factory import DATASETS
 
-    found: dict[str, tuple[type, type]] = DATASETS
+    found: dict[str, tuple[Any, Any]] = DATASETS
     return found
 
 
