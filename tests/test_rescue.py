@@ -98,7 +98,7 @@ def test_a_run_killed_around_a_rollback_resumes_bit_for_bit(repaired: Path, kill
     assert same(weights(cut, 14), weights(repaired, 14))
 
 
-def test_the_target_is_kept_however_few_checkpoints_are(repaired: Path, tmp_path: Path) -> None:
+def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     folder = run(
         tmp_path / "run", reward=falling(tmp_path / "run"), steps=12, checkpoint={"every": 1, "keep": 1},
         optimizer={"learning_rate": 3e-3},

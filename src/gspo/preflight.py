@@ -83,17 +83,16 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
     again = _templated(tokenizer, turns, generation=True)
     broken = []
     if not answered.startswith(asked):
-        broken.append("the answered prompt does not begin with the prompt as it is shown for an answer")
+        broken.append("an answered prompt does not begin with the prompt as it is shown for an answer, which `gspo sft` refuses")
     if not again.startswith(answered.rstrip()):
         broken.append(
-            "a second question rewrites the first answer (as templates do that drop <think> from earlier turns)"
+            "a second question rewrites the first answer (as templates do that drop <think> from earlier turns), so that turns become branches"
         )
     if not broken:
         return Finding(name, "each turn leaves what stands before it as it was")
     return Finding(
         name,
-        f"{' and '.join(broken)}. Sampled ids are kept as they are, so single answers are not touched; `gspo sft` refuses such a prompt, "
-        "and several turns would be several branches",
+        f"{'; '.join(broken)}. What was sampled is trained as it was sampled all the same",
         note=True,
     )
 
