@@ -16,7 +16,7 @@ def preference_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, cent
 
     The first term is the model of Bradley and Terry (Biometrika 39, 1952) with the margin of Llama 2 (arXiv 2307.09288,
     equation 2). A score is known up to a constant by it; the second term takes the one that makes the mean zero
-    (Eisenstein et al., arXiv 2312.09244, section 3).
+    (Eisenstein et al., arXiv 2312.09244).
     """
     loss_P = -logsigmoid(chosen_P - rejected_P - margin_P)
     return loss_P + centring * (chosen_P + rejected_P).square() if centring else loss_P
