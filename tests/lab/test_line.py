@@ -68,7 +68,7 @@ def test_equal_time_is_the_last_evaluation_within_it() -> None:
         {**step, "time/step": 7.0, "eval/reward": 0.3},
         {**step, "time/step": 8.0, "eval/reward": 0.2},
     )
-    arm = Arm("a", 0, lines, 0, (None, None))
+    arm = Arm("a", 0, lines, line.Cost(9.0, 9.0, 0), (None, None))
     assert arm.held_out == [(0, 0.0, 0.1), (20, 3.0, 0.3), (30, 6.0, 0.2)]
     assert [arm.within(seconds) for seconds in (2.9, 3.0, 5.0, 6.0)] == [0.1, 0.3, 0.3, 0.2]
     assert arm.seconds == 6.0

@@ -306,7 +306,12 @@ def test_a_signal_ends_the_run_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learned") / "run"
     data = {"source": "preferences:3", "limit": 512, "template": "none"}
-    keys = {"optimizer": {"learning_rate": 1e-2}, "batch_size": 16, "eval": {"every": 50, "limit": 128}}
+    keys = {
+        "optimizer": {"learning_rate": 1e-2},
+        "batch_size": 16,
+        "eval": {"every": 50, "limit": 128},
+        "checkpoint": {"every": 0},
+    }
     result = run(folder, steps=50, model={"name": "tiny-dense", "dtype": "float32"}, data=data, centring=0.01, **keys)
     assert result.gains["accuracy"].start == 0.5
     assert result.gains["accuracy"].last is not None

@@ -1,15 +1,14 @@
 """The likelihood of preferences: of two answers to a prompt, the one that was chosen is to have the higher score.
 
-In: scores of both, margins. Out: losses, and the probability that a pair's scores give to the choice. Pure maths; the
-stage `reward_model` calls it.
+In: scores of both, margins. Out: losses. Pure maths; the stage `reward_model` calls it.
 
 Letters: P pairs.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 
 def preference_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, centring: float = 0.0) -> Tensor:
@@ -17,12 +16,7 @@ def preference_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, cent
 
     The first term is the model of Bradley and Terry (Biometrika 39, 1952) with the margin of Llama 2 (arXiv 2307.09288,
     equation 2). A score is known up to a constant by it; the second term takes the one that makes the mean zero
-    (Eisenstein et al., arXiv 2312.09244, section 3).
+    (Eisenstein et al., arXiv 2312.09244).
     """
-    loss_P = -torch.nn.functional.logsigmoid(chosen_P - rejected_P - margin_P)
+    loss_P = -logsigmoid(chosen_P - rejected_P - margin_P)
     return loss_P + centring * (chosen_P + rejected_P).square() if centring else loss_P
-
-
-def choice_probability(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """[P] that the model of Bradley and Terry gives to the choice that was made; no margin enters."""
-    return torch.sigmoid(chosen_P - rejected_P)

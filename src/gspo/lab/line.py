@@ -51,6 +51,7 @@ class Cost:
     """What a process took."""
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
     """Largest resident memory."""
 
@@ -122,7 +123,10 @@ class Line:
             raise RunError(f"{run.name} failed; {log} ends in:\n" + "\n".join(log.read_text().splitlines()[-6:]))
         done.write_text(json.dumps(asdict(cost)))
         last = log.read_text().splitlines()[-1]
-        print(f"{run.name}: {cost.seconds:.0f} s, {cost.peak_bytes / 1e6:.0f} MB; {last}", flush=True)
+        print(
+            f"{run.name}: {cost.seconds:.0f} s ({cost.cpu_seconds:.0f} of a core), {cost.peak_bytes / 1e6:.0f} MB; {last}",
+            flush=True,
+        )
 
     def cost(self, name: str) -> Cost:
         """Of a run that is finished."""
@@ -141,7 +145,8 @@ def _process(words: list[str], output: object) -> Cost | None:
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024
-    return Cost(time.perf_counter() - start, used.ru_maxrss * unit) if process.returncode == 0 else None
+    cpu = used.ru_utime + used.ru_stime
+    return Cost(time.perf_counter() - start, cpu, used.ru_maxrss * unit) if process.returncode == 0 else None
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from gspo.journal import Metrics, read
-from gspo.lab.line import FEW, TRUE, Line
+from gspo.lab.line import FEW, TRUE, Cost, Line
 from gspo.view.svg import Series, chart, standalone
 
 LEARNED = "reward/reward_model/mean"
@@ -29,7 +29,8 @@ class Arm:
     name: str
     seed: int
     lines: tuple[Metrics, ...]
-    peak_bytes: int
+    cost: Cost
+    """Of the whole process."""
     agreement: tuple[float | None, float | None]
     """Of two answers to a prompt on which the rule differs: how often the learned reward orders them as it does; at the
     first and at the last step."""
@@ -78,7 +79,7 @@ def _arm(line: Line, name: str, seed: int, prefix: str = "") -> Arm:
     lines = tuple(read(line.folder / run / "journal.jsonl"))
     files = sorted((line.folder / run / "rollouts").glob("*.jsonl.gz"))
     ends = (_agreement(files[0]), _agreement(files[-1]))
-    return Arm(name, seed, lines, line.cost(run).peak_bytes, ends)
+    return Arm(name, seed, lines, line.cost(run), ends)
 
 
 def _agreement(path: Path) -> float | None:
@@ -147,7 +148,7 @@ def _path(name: str, arm: Arm, window: int = 5) -> Series:
 def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refused: Mapping[str, str]) -> str:
     shortest = min((arm.seconds for of in arms.values() for arm in of), default=0.0)
     head = ["algorithm", "true reward before", "at equal rollouts", f"at equal time ({shortest:.0f} s)", "highest",
-            "learned reward", "agreement with the rule", "seconds", "peak memory"]  # fmt: skip
+            "learned reward", "agreement with the rule", "seconds", "seconds of a core", "peak memory"]  # fmt: skip
     rows = [[name, *_numbers(of, shortest)] for name, of in arms.items()]
     if few is not None:
         rows.append([f"{few.name}, reward model of {FEW} pairs", *_numbers([few], shortest)])
@@ -160,7 +161,7 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refu
             [
                 "# SFT, a reward model, then reinforcement",
                 f"True reward: the rule `{TRUE}` that made the preferences, on held-out prompts, a sampled answer each. The policies see the learned reward "
-                f"alone. Means over {len(line.seeds)} seeds, in brackets the lowest and highest. Agreement: of two answers of a group on which the rule "
+                f"alone. Seconds: of the steps, evaluations left out; of a core: of the whole process, from its start. Means over {len(line.seeds)} seeds, in brackets the lowest and highest. Agreement: of two answers of a group on which the rule "
                 "differs, the share that the learned reward orders as it does, at the first step and at the last. Peak memory: of the whole process, "
                 "reward model included.",
                 *(f"The reward model `{name}` orders {_accuracy(last)}." for name, last in judged.items()),
@@ -195,7 +196,8 @@ def _numbers(arms: Sequence[Arm], shortest: float) -> list[str]:
         f"{fmean(arm.lines[0][LEARNED] for arm in arms):.2f} -> {fmean(arm.lines[-1][LEARNED] for arm in arms):.2f}",
         f"{_share(first)} -> {_share(last)}",
         f"{fmean(arm.seconds for arm in arms):.0f}",
-        f"{max(arm.peak_bytes for arm in arms) / 1e6:.0f} MB",
+        f"{fmean(arm.cost.cpu_seconds for arm in arms):.0f}",
+        f"{max(arm.cost.peak_bytes for arm in arms) / 1e6:.0f} MB",
     ]
 
 
