@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import norms
 from gspo import PRESETS, config
 from gspo.algorithms.values import explained_variance, gae
-from gspo.batch import Batch, Batches, make_batches
+from gspo.batch import Batch, make_batches
 from gspo.credit import token_rewards
 from gspo.critic import ValueLearner
 from gspo.learner import Learner
@@ -60,6 +61,7 @@ def arguments(model: Any, row: Algorithm, dtype: torch.dtype = torch.float64, ra
 def critic(kind: type[ValueLearner] = ValueLearner, model: config.Model = FLOAT64, rate: float = 1e-3) -> ValueLearner:
     """One with a head that is not 0, so that gradients reach its layers."""
     loaded = load_policy(model)
+    norms.in_float64(loaded.model)
     head = install_value_head(loaded.model)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-0.2, 0.3, head.in_features))
@@ -262,7 +264,6 @@ def test_a_critic_learns_what_comes_of_a_text(policy: Policy, sampled: Sampled) 
         g.with_rewards([Reward(float(r.segments[0].token_ids[0] % 2)) for r in g.rollouts])
         for g in sampled(policy, prompts=8, answers=8)
     ]
-    batches = Batches((), 0, 0)
     batches = make_batches(groups, PPO, 1000)
     own = critic(rate=3e-3)
     learner = Learner(**arguments(policy.model, PPO), critic=config.Critic(whiten=False), values=own.values)
