@@ -120,7 +120,7 @@ def test_what_a_run_says_of_its_critic(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(line["value/loss"] > 0 and 0 <= line["value/clipped"] <= 1 for line in lines)
     assert first["value/learning_rate"] == pytest.approx(3e-2), "ten times that of the policy"
     assert first["updates/done"] == 4
-    assert "the critic knew" in first["verdict"]
+    assert first["verdict/kind"] in ("learning", "truncated")
     out = capsys.readouterr().out
     assert "critic random-dense" in out
     assert "critic explains" in out
@@ -159,20 +159,15 @@ def test_a_critic_of_another_size_than_the_policy(tmp_path: Path) -> None:
     assert journal(folder)[-1]["value/mean"] != 0
 
 
-def test_every_micro_batch_size_gives_the_same_critic(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"steps": 2, "model.dtype": "float64"}
-    one, other = (tiny(tmp_path / str(t), max_tokens_per_microbatch=t, **keys) for t in (1, 4096))
-    a, b = (load_file(f / "checkpoints" / "00000002" / "critic.safetensors") for f in (one, other))
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-9, msg=name)
+LEARNING: dict[str, Any] = {"steps": 15, "prompts_per_step": 8, "checkpoint.every": 0}
 
 
-@pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_the_reward_rises_and_the_critic_learns(critic: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "critic", [{"critic.backbone": "separate", "critic.learning_rate": 3e-3}, {"critic.backbone": "shared"}], ids=str
+)
+def test_the_reward_rises_and_the_critic_learns(critic: dict[str, Any], tmp_path: Path) -> None:
     for seed in (0, 1, 2):
-        folder = tiny(
-            tmp_path / f"seed-{seed}", steps=15, seed=seed, prompts_per_step=8, critic=critic, **{"checkpoint.every": 0}
-        )
+        folder = tiny(tmp_path / f"seed-{seed}", seed=seed, **LEARNING, **critic)
         lines = journal(folder)
         rewards = [line["reward/mean"] for line in lines]
         assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.25, rewards
@@ -180,7 +175,8 @@ def test_the_reward_rises_and_the_critic_learns(critic: str, tmp_path: Path) -> 
 
 
 def test_one_answer_a_prompt_is_enough(tmp_path: Path) -> None:
-    folder = tiny(tmp_path / "run", steps=15, group_size=1, prompts_per_step=32, **{"checkpoint.every": 0})
+    keys = {**LEARNING, "group_size": 1, "prompts_per_step": 32, "critic.learning_rate": 3e-3}
+    folder = tiny(tmp_path / "run", **keys)
     lines = journal(folder)
     rewards = [line["reward/mean"] for line in lines]
     assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.15, rewards
@@ -194,8 +190,8 @@ def test_out_of_memory_in_the_critic_repeats_no_update_of_the_policy(tmp_path: P
     from gspo.loop import train as loop
 
     def run(folder: str, fail: bool) -> Path:
-        words = [f"{key}={value}" for key, value in SHORT.items()]
-        job = build(settings.load("tiny", [f"dir={tmp_path / folder}", "steps=1", "reward=regex:[0-9]", *words[2:]]))
+        keys = {**SHORT, "steps": 1, "dir": tmp_path / folder, "reward": "regex:[0-9]"}
+        job = build(settings.load("tiny", [f"{key}={value}" for key, value in keys.items()]))
         assert job.critic is not None
         own = job.critic.own
         assert own is not None

@@ -262,7 +262,7 @@ def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
         compute_dtype=policy.compute_dtype,
         reference=reference,
         critic=run.critic,
-        values=critic.own.values if critic is not None and critic.own is not None else None,
+        values=critic.own.predict if critic is not None and critic.own is not None else None,
         value_head=critic.head if critic is not None and critic.own is None else None,
     )
 

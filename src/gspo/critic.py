@@ -58,7 +58,7 @@ class ValueLearner(Learner):
         )
         return Read(value_N, torch.zeros_like(value_N))
 
-    def values(self, batch: Batch) -> Tensor:
+    def predict(self, batch: Batch) -> Tensor:
         """Values [N] of a placed batch, without gradients."""
         return self.logprobs(self.model, batch)
 
