@@ -310,6 +310,8 @@ def without_adapter(model: Any) -> Any:
     """`model` without its adapter, in place. The weights are those of the base."""
     for name, layer in list(adapted_layers(model)):
         parent, _, child = name.rpartition(".")
+        if child == "base_layer":  # of two stacked parameters of one module, which goes with the first
+            continue
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     model.gspo_adapter = None
     return model
