@@ -246,9 +246,7 @@ def test_advantages_are_whitened_over_the_step(policy: Policy, sampled: Sampled)
 def test_answers_left_out_by_their_length_have_no_part_in_the_whitening(policy: Policy) -> None:
     row = PPO.model_copy(update={"mask_truncated": True})
     given = [answer(0, 1.0, [1, 1]), answer(1, 9.0, [1, 1, 1], Stop.LENGTH), answer(2, 0.0, [1, 1])]
-    learner = Learner(
-        **arguments(policy.model, row), critic=Critic(), values=lambda b: torch.zeros(len(b.target_N))
-    )
+    learner = Learner(**arguments(policy.model, row), critic=Critic(), values=lambda b: torch.zeros(len(b.target_N)))
     (batch,) = learner.annotate(make_batches([group(*given)], row, 1000))
     (without,) = learner.annotate(make_batches([group(given[0], given[2])], row, 1000))
     assert batch.advantage_N is not None
@@ -262,7 +260,8 @@ def test_answers_left_out_by_their_length_have_no_part_in_the_whitening(policy: 
 def test_a_critic_learns_what_comes_of_a_text(policy: Policy, sampled: Sampled) -> None:
     """The reward is a property of the prompt, so that it can be known from the first token on."""
     groups = [
-        g.with_rewards([Reward(float(g.ordinal % 2)) for _ in g.rollouts]) for g in sampled(policy, prompts=6, answers=4)
+        g.with_rewards([Reward(float(g.ordinal % 2)) for _ in g.rollouts])
+        for g in sampled(policy, prompts=6, answers=4)
     ]
     batches = make_batches(groups, PPO, 1000)
     own = critic(rate=3e-3)

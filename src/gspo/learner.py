@@ -248,9 +248,7 @@ class Learner:
         )
         return Read(*read_N)
 
-    def _forward(
-        self, model: nn.Module | Reference, batch: Batch, micro: Microbatch, routing: Routing | None
-    ) -> Read:
+    def _forward(self, model: nn.Module | Reference, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
         read = self._read(model, batch, micro, routing).to(self._maths)
         finite_N = read.logprob_N.isfinite() if read.value_N is None else (read.logprob_N + read.value_N).isfinite()
         if not finite_N.all():

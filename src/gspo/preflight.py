@@ -83,7 +83,9 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
     again = _templated(tokenizer, turns, generation=True)
     broken = []
     if not answered.startswith(asked):
-        broken.append("an answered prompt does not begin with the prompt as it is shown for an answer, which `gspo sft` refuses")
+        broken.append(
+            "an answered prompt does not begin with the prompt as it is shown for an answer, which `gspo sft` refuses"
+        )
     if not again.startswith(answered.rstrip()):
         broken.append(
             "a second question rewrites the first answer (as templates do that drop <think> from earlier turns), so that turns become branches"
