@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspo.lab import claims
-from gspo.lab.svg import Series, chart, legend
+from gspo.view.svg import Series, chart, legend
 
 
 def drawn(text: str, tag: str) -> list[list[tuple[float, float]]]:
