@@ -27,11 +27,14 @@ from gspo.inputs import Inputs, Row, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast, policy_objective
+from gspo.lock import require_free
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
 from gspo.models.routing import routers_of, unknown_router
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
+from gspo.trackers import table
+from gspo.trackers.side import Trackers
 
 R = TypeVar("R", Run, Sft)
 
@@ -44,6 +47,7 @@ def build(
     Raises:
         InputError: before any weight is read, for whatever the user can mend.
     """
+    table.require(run.trackers)
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
@@ -66,13 +70,13 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     _require_routers(policy, run)
     learner = _learner(run, policy)
     engine = _engine(run, policy, console)
+    checkpoints = Store(folder, run.checkpoint.keep)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
         if saved is None
         else go_on(run, learner, saved, console)
     )
     engine.load(learner.weights(), version=progress.step)
-    checkpoints = Store(folder, run.checkpoint.keep)
     checkpoints.settle(progress)
     return Job(
         run=run,
@@ -87,6 +91,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         store=checkpoints,
         console=console,
         progress=progress,
+        trackers=Trackers(run.trackers, folder, after=progress.step, say=console.say),  # once the journal is settled
         ahead=deque(ahead),
     )
 
@@ -294,6 +299,7 @@ def resumed_run(kind: type[R], folder: Path, words: Sequence[str]) -> R:
     Raises InputError if there is no such run, if a word would make it another run, or if nothing is left to do.
     """
     done = store.read_progress(store.latest(folder)).step
+    require_free(folder)
     command = store.read_about(folder).get("command", Run.command)
     if command != kind.command:
         raise InputError(f"{folder}: a run of `gspo {command}`: continue it with `gspo {command} --resume {folder}`")

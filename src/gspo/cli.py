@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo eval`, `gspo lab`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `sft`, `eval`, `show`, `rescore`, `export`, `lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from gspo import __version__, machine, settings
-from gspo.config import AnyRun, Run, Sft
+from gspo.config import AnyRun, Judging, RewardRule, Run, Sft
 from gspo.errors import InputError, RunError
 
 
@@ -157,12 +157,111 @@ def evaluate(
     words: Words = None,
 ) -> None:
     machine.prepare()
+    _require_effect(words or [])
     run = settings.load(recipe, [*(words or []), f"model.name={model}"])
 
     from gspo.build import evaluate_model
 
     for line in evaluate_model(run):
         typer.echo(line)
+
+
+_NOT_IN_EVAL = (
+    "dir", "steps", "prompts_per_step", "group_size", "max_staleness", "max_tokens_per_microbatch", "algorithm", "optimizer",
+    "checkpoint", "trackers", "eval.every",
+)  # fmt: skip
+
+
+def _require_effect(words: list[str]) -> None:
+    """Raise InputError for a setting that only training reads: an evaluation writes no folder and does no step."""
+    for word in words:
+        key = word.partition("=")[0]
+        if key.startswith(tuple(f"{name}." for name in _NOT_IN_EVAL)) or key in _NOT_IN_EVAL:
+            raise InputError(
+                f"{word!r} has no effect on `gspo eval`, which does no step and writes no folder: leave it out"
+            )
+
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, as in runs/demo.")]
+Evaluated = Annotated[bool, typer.Option("--eval", help="Answers of evaluations, not of training.")]
+
+
+@app.command(
+    help="""Show the answers of a step side by side: reward, its parts, advantage, clipped or not. Or write the report.
+
+    gspo show runs/demo
+
+    gspo show runs/demo --step 8 --eval
+
+    gspo show runs/demo --report""",
+)
+def show(
+    run: Folder,
+    step: Annotated[int | None, typer.Option(min=0, help="By default the last one.", show_default=False)] = None,
+    evaluated: Evaluated = False,
+    groups: Annotated[int, typer.Option(min=1, help="Groups shown at most.")] = 8,
+    report: Annotated[bool, typer.Option("--report", help="Write RUN/report.html: curves, verdicts, answers.")] = False,
+) -> None:
+    if report:
+        from gspo.view.report import write_report
+
+        typer.echo(f"report: {write_report(run)}")
+        return
+    from rich.console import Console
+
+    from gspo.view.show import show as printed
+
+    printed(run, step, evaluation=evaluated, groups=groups, out=Console())
+
+
+@app.command(
+    help="""Judge the recorded answers of a run again, by another reward, and compare. Nothing is written into the run.
+
+    gspo rescore runs/demo --reward judge.py:score
+
+    gspo rescore runs/demo --reward number --out scores.jsonl""",
+)
+def rescore(
+    run: Folder,
+    reward: Annotated[list[str], typer.Option(help="As `reward` in training; several are added.")],
+    evaluated: Evaluated = False,
+    out: Annotated[Path | None, typer.Option(help="Also write old and new rewards there, a line an answer.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer, as judging.timeout.")] = 10.0,
+) -> None:
+    machine.prepare()
+
+    from gspo.view.rescore import rescore as again
+
+    rules = [RewardRule(function=function) for function in reward]
+    for line in again(run, rules, Judging(timeout=timeout), evaluation=evaluated, out=out):
+        typer.echo(line)
+
+
+@app.command(
+    help="""Write a checkpoint as a folder that transformers and vLLM load. Nothing is written over.
+
+    gspo export runs/demo exported
+
+    gspo export runs/demo exported --checkpoint best --dtype bfloat16""",
+)
+def export(
+    run: Folder,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it must not exist.")],
+    checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "last",
+    dtype: Annotated[
+        Literal["same", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; same: as the checkpoint holds them, float32 as a rule."),
+    ] = "same",
+) -> None:
+    machine.prepare()
+
+    import torch
+
+    from gspo.export import export as written
+
+    kind = None if dtype == "same" else getattr(torch, dtype)
+    source = written(run, folder, checkpoint=checkpoint, dtype=kind)
+    typer.echo(f"exported {source} to {folder}")
 
 
 @app.command(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,6 +23,7 @@ from pydantic import (
 
 from gspo import presets
 from gspo.presets import Algorithm
+from gspo.trackers import table
 
 
 class Section(BaseModel):
@@ -201,6 +203,12 @@ class Eval(Section):
     """Its own rule or rules, written as `reward` is; null: the training reward."""
 
 
+Trackers = Annotated[
+    tuple[Annotated[str, AfterValidator(table.check)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else () if value is None else value),
+]
+
+
 class Checkpoint(Section):
     """What is saved, and how long."""
 
@@ -243,6 +251,8 @@ class Run(Section):
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """Also give the journal's numbers to: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`). Several: `trackers=[tensorboard, wandb]`. None can stop, slow or change a run."""
 
     @model_validator(mode="after")
     def _check(self) -> Run:
@@ -322,6 +332,8 @@ class Sft(Section):
     optimizer: SftOptimizer = SftOptimizer()
     eval: SftEval = SftEval()
     checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """Also give the journal's numbers to: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`). Several: `trackers=[tensorboard, wandb]`. None can stop, slow or change a run."""
 
     @model_validator(mode="after")
     def _check(self) -> Sft:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Evaluation:
     """Rows without any judged answer: in no mean, and counted here."""
     length: float
     """Mean policy tokens of an answer."""
+    groups: tuple[Group, ...] = field(default=(), repr=False)
+    """The answers, judged."""
 
 
 def evaluate(
@@ -82,10 +84,14 @@ def evaluate(
 def measure(engine: Engine, prompts: Sequence[Prompt], reward: Scorer, settings: config.Eval) -> dict[str, Evaluation]:
     """The evaluations that `settings` asks for, under the prefixes of their journal keys."""
     k, pass_at = settings.samples, settings.pass_at
-    found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at)[0]}
+    found = {"eval": _recorded(*evaluate(engine, prompts, reward, samples=k, pass_at=pass_at))}
     if settings.greedy:
-        found["eval/greedy"] = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True)[0]
+        found["eval/greedy"] = _recorded(*evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True))
     return found
+
+
+def _recorded(found: Evaluation, groups: Sequence[Group]) -> Evaluation:
+    return replace(found, groups=tuple(groups))
 
 
 def normal_interval(values: np.ndarray) -> Interval:

@@ -20,7 +20,7 @@ from gspo.config import Run
 from gspo.console import Console
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
-from gspo.errors import OutOfMemoryError, RunError
+from gspo.errors import InputError, OutOfMemoryError, RunError
 from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
@@ -33,7 +33,9 @@ from gspo.stats import Parity, UpdateStats, rollout_log_ratio
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
+from gspo.trackers.side import Trackers
 from gspo.types import Group
+from gspo.view.report import write_report
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Job:
     store: Store
     console: Console
     progress: Progress
+    trackers: Trackers
     ahead: deque[list[Group]] = field(default_factory=deque)
     """Groups sampled for the steps to come, the next one first."""
     stop: Stop = field(default_factory=Stop)
@@ -102,8 +105,17 @@ class Job:
         return groups
 
     def close(self) -> None:
-        """End the processes that the run has started."""
+        """End the processes that the run has started, and let others work in its folder."""
         self.inputs.close()
+        self.trackers.close()
+        self.store.close()
+
+    def write_report(self) -> None:
+        """`report.html`, at the end: a run is not worth less for a report that could not be written."""
+        try:
+            self.console.say(f"report: {write_report(self.folder)}")
+        except (OSError, InputError) as error:
+            self.console.say(f"note: report.html could not be written: {error}")
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate, then update with every batch, `algorithm.epochs` times over.

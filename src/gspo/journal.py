@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -16,17 +15,19 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from gspo import record
 from gspo.algorithms.health import verdict
 from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, has_baseline, has_signal
 from gspo.errors import InputError, RunError
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
+from gspo.record import Fate
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange
 from gspo.types import Group, Reward, Rollout, Status, Stop
 
 FORMAT = 1
-"""Version of the lines of journal.jsonl and rollouts/*.jsonl.gz."""
+"""Version of the lines of journal.jsonl."""
 
 Metrics = dict[str, Any]
 """One line of the journal."""
@@ -74,7 +75,7 @@ class Lines:
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):  # a line that was cut off goes
             self._keep(lines)
         late = [line for line in lines if line["step"] > after]
-        files = [f for f in sorted(self._rollouts.glob("[0-9]" * 8 + ".jsonl.gz")) if int(f.name[:8]) > after]
+        files = [f for f in sorted(self._rollouts.glob("*" + "[0-9]" * 8 + ".jsonl.gz")) if record.step_of(f) > after]
         if not late and not files:
             return
         numbers = [int(old.name.split("-")[-1]) for old in self._path.parent.glob("set-aside-[0-9]*")]
@@ -126,19 +127,32 @@ class Journal:
         return metrics
 
     def _write_rollouts(self, outcome: StepOutcome) -> None:
-        advantages = {
-            key[:2]: float(a)
-            for batch in outcome.batches
-            if batch.advantage_R is not None
-            for key, a in zip(batch.key_R, batch.advantage_R, strict=True)
-        }
         path = self._rollouts / f"{outcome.step:08d}.jsonl.gz"
-        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
-            for group in outcome.groups:
-                for r in group.rollouts:
-                    file.write(
-                        _line(_rollout(outcome.step, group, r, advantages.get((group.ordinal, r.index), 0.0))).encode()
-                    )
+        record.write(path, outcome.step, outcome.groups, _fates(outcome))
+        write_evaluations(self._rollouts, outcome.step, outcome.evaluations)
+
+
+def write_evaluations(folder: Path, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+    """The answers of each evaluation, in a file of its own."""
+    for prefix, evaluation in evaluations.items():
+        path = record.evaluation_file(folder, prefix, step)
+        record.write(path, record.step_of(path), evaluation.groups)
+
+
+def _fates(outcome: StepOutcome) -> record.Fates:
+    """What the step's updates made of each answer that had an advantage."""
+    lost: dict[tuple[int, int], list[float]] = {}
+    for i, update in enumerate(outcome.updates):
+        batch = outcome.batches[i % len(outcome.batches)]
+        for place, share in zip(batch.rollout_S.tolist(), update.tally.lost_S, strict=False):
+            if share is not None:
+                lost.setdefault(batch.key_R[place][:2], []).append(share)
+    return {
+        key[:2]: Fate(float(advantage), fmean(lost[key[:2]]) if key[:2] in lost else None)
+        for batch in outcome.batches
+        if batch.advantage_R is not None
+        for key, advantage in zip(batch.key_R, batch.advantage_R, strict=True)
+    }
 
 
 def read(path: Path) -> list[Metrics]:
@@ -317,34 +331,6 @@ def evaluation_metrics(prefix: str, evaluation: Evaluation) -> Metrics:
         f"{prefix}/rows": evaluation.rows,
         f"{prefix}/unjudged": evaluation.unjudged,
         f"{prefix}/length": evaluation.length,
-    }
-
-
-def _rollout(step: int, group: Group, r: Rollout, advantage: float | None) -> Metrics:
-    reward = r.reward
-    return {
-        "format": FORMAT,
-        "step": step,
-        "row": group.prompt.row,
-        "ordinal": group.ordinal,
-        "index": r.index,
-        "prompt": group.prompt.text,
-        "columns": {
-            key: value for key, value in group.prompt.columns.items() if isinstance(value, str | int | float | bool)
-        },
-        "text": r.text,
-        "prompt_ids": group.prompt.token_ids.tolist(),
-        "ids": [i for s in r.segments for i in s.token_ids.tolist()],
-        "mask": [int(m) for s in r.segments for m in s.policy_mask],
-        # float32 to the shortest decimal that reads back as the same float32
-        "logprobs": [float(str(p)) for s in r.segments for p in s.logprobs],
-        "stop": r.stop.value,
-        "versions": list(r.versions),
-        "reward": reward.value if reward else None,
-        "reward_parts": dict(reward.parts) if reward else {},
-        "reward_status": {k: v.value for k, v in reward.status.items()} if reward else {},
-        "reward_error": reward.error if reward else None,
-        "advantage": advantage,
     }
 
 

@@ -44,6 +44,7 @@ def train(job: Job) -> Result:
             metrics = job.record(step, groups, batches, updates)
             job.save_if_due(metrics)
         job.save_if_stopped()
+        job.write_report()
     return Result(
         folder=job.folder,
         step=job.progress.step,

@@ -22,11 +22,16 @@ from torch import Tensor
 from gspo import __version__, config, settings
 from gspo.ahead import write_ahead
 from gspo.errors import InputError, RunError
+from gspo.lock import Lock
 from gspo.models.load import without_progress_bars
+from gspo.seal import require_whole, seal
 from gspo.types import Group
 
 FORMAT = 1
 """Version of the layout of a checkpoint folder."""
+_SETTINGS = "settings.yaml"
+"""In a checkpoint: run.yaml as it was when the checkpoint was written. By that name a folder would be a run's."""
+_MAY_CHANGE = ("steps", "dir", "trackers")
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,18 @@ class Progress:
 
 
 class Store:
-    """The `checkpoints/` folder of a run."""
+    """The `checkpoints/` folder of a run, and the right to write in it."""
 
     def __init__(self, folder: Path, keep: int) -> None:
+        """Raises InputError if another process works on this run, or the folder cannot be written to."""
         self._run = folder
         self._folder = folder / "checkpoints"
         self._keep = keep
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be written to ({error.strerror}): a run needs its folder") from error
+        self._lock = Lock(folder)
         for draft in self._folder.glob(".draft-*"):  # of a run that was killed while it saved
             shutil.rmtree(draft)
 
@@ -75,11 +85,14 @@ class Store:
     ) -> Path:
         """Write checkpoints/<step>: weights as transformers loads them, moments, progress, and groups sampled ahead.
 
-        Raises RunError if the disk refuses; earlier checkpoints stay.
+        Raises RunError if the disk refuses, or has too little room; earlier checkpoints stay.
         """
+        need = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
         final = self._folder / f"{progress.step:08d}"
         draft = self._folder / f".draft-{progress.step:08d}"
         shutil.rmtree(draft, ignore_errors=True)
+        if need > shutil.disk_usage(self._folder).free:  # before an hour's writing, and before it is full
+            raise RunError(self._no_room(final, "no room", need))
         try:
             draft.mkdir()
             with without_progress_bars():
@@ -89,9 +102,11 @@ class Store:
             save_file(moments, draft / "optimizer.safetensors")
             if ahead:
                 write_ahead(draft, ahead)
+            shutil.copyfile(self._run / "run.yaml", draft / _SETTINGS)
             (draft / "state.json").write_text(
                 json.dumps({"format": FORMAT, **asdict(progress)}, indent=1, allow_nan=False)
             )
+            seal(draft)
             _sync(draft)
             if final.exists():
                 shutil.rmtree(final)
@@ -99,11 +114,19 @@ class Store:
             _sync_folder(self._folder)
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(draft, ignore_errors=True)
-            free = shutil.disk_usage(self._folder).free
-            raise RunError(
-                f"{final} could not be written ({error}); {free / 1e9:.2f} GB are free. Earlier checkpoints are untouched"
-            ) from error
+            raise RunError(self._no_room(final, str(error), need)) from error
         return final
+
+    def _no_room(self, final: Path, why: str, need: int) -> str:
+        free = shutil.disk_usage(self._folder).free
+        return (
+            f"{final} could not be written ({why}): a checkpoint needs {_size(need)}, and {_size(free)} are free. Earlier checkpoints "
+            f"are untouched: make room, then go on from the last one with --resume {self._run}"
+        )
+
+    def close(self) -> None:
+        """Let others work on this run."""
+        self._lock.close()
 
     def settle(self, progress: Progress) -> None:
         """Point `best` at the best checkpoint, then remove all others but the newest `keep`.
@@ -163,7 +186,32 @@ def read_saved(folder: Path) -> Saved:
     """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
     checkpoint = latest(folder)
     moments = _moments(checkpoint / "optimizer.safetensors")
+    require_whole(checkpoint)
+    _require_same_settings(folder, checkpoint)
     return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder))
+
+
+def _require_same_settings(folder: Path, checkpoint: Path) -> None:
+    """Raise InputError for a key of run.yaml that was changed since the checkpoint was written."""
+    if not (checkpoint / _SETTINGS).is_file():
+        return
+    then, now = (_flat(yaml.safe_load(path.read_text())) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
+    for key in {**then, **now}:
+        if key not in _MAY_CHANGE and then.get(key) != now.get(key):
+            raise InputError(
+                f"{folder / 'run.yaml'}: {key} is {now.get(key)!r}, and was {then.get(key)!r} when {checkpoint} was written: put it back, or start "
+                "a new run. Only steps can be changed"
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}{name}.").items()}
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def read_about(folder: Path) -> dict[str, Any]:

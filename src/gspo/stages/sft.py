@@ -24,7 +24,7 @@ from gspo.console import Console, duration, sparkline
 from gspo.engines.local import LocalEngine
 from gspo.errors import OutOfMemoryError, RunError
 from gspo.evaluate import measure
-from gspo.journal import FORMAT, Lines, Metrics, evaluation_metrics
+from gspo.journal import FORMAT, Lines, Metrics, evaluation_metrics, write_evaluations, writing
 from gspo.learner import Learner
 from gspo.machine import give_pages_back
 from gspo.models.load import Policy
@@ -35,6 +35,7 @@ from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.answers import Answered
 from gspo.tasks.sampler import Sampler
+from gspo.trackers.side import Trackers
 from gspo.types import Group, Rollout, Segment
 from gspo.types import Stop as Ending
 
@@ -133,6 +134,7 @@ class SftJob:
     store: Store
     console: Console
     progress: Progress
+    trackers: Trackers
     best_loss: float | None = None
     """Lowest loss on held-out answers so far."""
     stop: Stop = field(default_factory=Stop)
@@ -150,9 +152,11 @@ class SftJob:
             yield step
 
     def close(self) -> None:
-        """End the processes that the run has started."""
+        """End the processes that the run has started, and let others work in its folder."""
         if self.pool is not None:
             self.pool.close()
+        self.trackers.close()
+        self.store.close()
 
     def update(self) -> UpdateStats:
         """Draw answers and do one update. Out of memory, it is tried again with smaller micro-batches."""
@@ -196,7 +200,12 @@ class SftJob:
             if self.engine is not None and self.reward is not None:
                 self.engine.load(self.learner.weights(), version=self.progress.step)
                 prompts = [each.prompt for each in self.held_out]
-                for prefix, evaluation in measure(self.engine, prompts, self.reward, self.run.eval).items():
+                evaluations = measure(self.engine, prompts, self.reward, self.run.eval)
+                rollouts = self.folder / "rollouts"
+                with writing(rollouts, self.progress.step):
+                    rollouts.mkdir(exist_ok=True)
+                    write_evaluations(rollouts, self.progress.step, evaluations)
+                for prefix, evaluation in evaluations.items():
                     found |= evaluation_metrics(prefix, evaluation)
                 for notice in self.reward.notices():
                     self.console.say(f"note: {notice}")

@@ -29,6 +29,8 @@ from gspo.store import Store
 from gspo.tasks.answers import Answered, checked_pairs, ended, render_answers
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows
 from gspo.tasks.sampler import Sampler
+from gspo.trackers import table
+from gspo.trackers.side import Trackers
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def build(
         InputError: for whatever the user can mend; before any weight is read, but for answers that hold an end token
             or exceed the model's positions.
     """
+    table.require(run.trackers)
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
@@ -119,12 +122,12 @@ def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     inputs = _with_ends(inputs, policy)
     learner = _learner(run, steps, policy)
     engine = LocalEngine(policy, run.sampling, run.seed) if inputs.reward is not None else None
+    checkpoints = Store(folder, run.checkpoint.keep)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256))
         if saved is None
         else go_on(run, learner, saved, console)
     )
-    checkpoints = Store(folder, run.checkpoint.keep)
     checkpoints.settle(progress)
     lines = Lines(folder, after=progress.step)
     return SftJob(
@@ -143,6 +146,7 @@ def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         store=checkpoints,
         console=console,
         progress=progress,
+        trackers=Trackers(run.trackers, folder, after=progress.step, say=console.say),
         best_loss=_lowest(lines.read()),
     )
 
