@@ -19,7 +19,7 @@ PACKAGE = Path(gspo.__file__).parent
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
     "errors", "types", "warden", "trackers", "presets", "config", "settings", "machine", "stopping", "algorithms", "models", "tasks", "rewards", "engines",
-    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "record", "journal", "lock", "seal", "store", "console", "inputs",
+    "rollout", "ahead", "trees", "batch", "stats", "credit", "replay", "balance", "learner", "evaluate", "record", "journal", "lock", "seal", "store", "heartbeat", "console", "inputs",
     "view", "export", "job", "build", "loop", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

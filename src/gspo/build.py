@@ -109,7 +109,8 @@ def open_policy(run: AnyRun, saved: store.Saved | None, console: Console) -> tup
     """The policy, with the weights of the checkpoint to go on from if there is one, and the number of threads."""
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
     threads = set_threads(run.threads if saved is None else saved.about["threads"])
-    policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
+    with console.heartbeat.at(f"the model {run.model.name} is loaded"):
+        policy = load_policy(run.model if saved is None else Model(**{**dict(run.model), **saved.model}))
     console.say(f"{policy.announcement}; {threads} threads")
     return policy, threads
 

@@ -20,7 +20,7 @@ from gspo.config import Run
 from gspo.console import Console
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
-from gspo.errors import InputError, OutOfMemoryError, RunError
+from gspo.errors import OutOfMemoryError, RunError
 from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
 from gspo.journal import Journal, Metrics, StepOutcome
@@ -35,7 +35,16 @@ from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.trackers.side import Trackers
 from gspo.types import Group
-from gspo.view.report import write_report
+from gspo.view.report import report_of
+
+_DOING = {
+    "rollout": "answers are sampled and judged",
+    "old": "log-probabilities before the step are computed",
+    "update": "the weights are updated",
+    "publish": "the engine takes the new weights",
+    "eval": "held-out prompts are answered and judged",
+}
+"""What is said of a phase that lasts."""
 
 
 @dataclass
@@ -107,15 +116,14 @@ class Job:
     def close(self) -> None:
         """End the processes that the run has started, and let others work in its folder."""
         self.inputs.close()
-        self.trackers.close()
+        with self.console.heartbeat.at("the trackers take what is left"):
+            self.trackers.close()
         self.store.close()
+        self.console.heartbeat.close()
 
     def write_report(self) -> None:
-        """`report.html`, at the end: a run is not worth less for a report that could not be written."""
-        try:
-            self.console.say(f"report: {write_report(self.folder)}")
-        except (OSError, InputError) as error:
-            self.console.say(f"note: report.html could not be written: {error}")
+        """`report.html`, at the end."""
+        report_of(self.folder, self.console.say)
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
         """Annotate, then update with every batch, `algorithm.epochs` times over.
@@ -242,15 +250,16 @@ class Job:
             self._save()
 
     def _save(self) -> None:
-        self.store.save(
-            self.progress,
-            model=self.policy.model,
-            tokenizer=self.policy.tokenizer,
-            weights=self.learner.master_weights(),
-            moments=self.learner.moments(),
-            # A step that failed may have sampled more, which the position in the data does not know of.
-            ahead=list(self.ahead)[: self.progress.ahead],
-        )
+        with self.console.heartbeat.at(f"the checkpoint of step {self.progress.step} is written"):
+            self.store.save(
+                self.progress,
+                model=self.policy.model,
+                tokenizer=self.policy.tokenizer,
+                weights=self.learner.master_weights(),
+                moments=self.learner.moments(),
+                # A step that failed may have sampled more, which the position in the data does not know of.
+                ahead=list(self.ahead)[: self.progress.ahead],
+            )
         self._saved = self.progress.step
         self.store.settle(self.progress)
 
@@ -286,7 +295,8 @@ class Job:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.console.heartbeat.at(f"step {self.progress.step + 1}, {_DOING[phase]}"):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def stopping_on_signals(self) -> AbstractContextManager[None]:

@@ -38,6 +38,7 @@ from gspo.tasks.sampler import Sampler
 from gspo.trackers.side import Trackers
 from gspo.types import Group, Rollout, Segment
 from gspo.types import Stop as Ending
+from gspo.view.report import report_of
 
 _LINES = 40
 """About as many lines a run has on the terminal, beside those of its evaluations."""
@@ -98,6 +99,7 @@ def tune(job: SftJob) -> Result:
             metrics = job.record(step, stats)
             job.save_if_due(metrics)
         job.save_if_stopped()
+        report_of(job.folder, job.console.say)
     lines = job.lines.read()
     return Result(
         folder=job.folder,
@@ -157,6 +159,7 @@ class SftJob:
             self.pool.close()
         self.trackers.close()
         self.store.close()
+        self.console.heartbeat.close()
 
     def update(self) -> UpdateStats:
         """Draw answers and do one update. Out of memory, it is tried again with smaller micro-batches."""
@@ -307,7 +310,8 @@ class SftJob:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.console.heartbeat.at(f"step {self.progress.step + 1}, {phase}"):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

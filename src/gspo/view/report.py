@@ -1,17 +1,18 @@
 """`report.html` of a run: its curves, verdicts and sample groups over time, in one file that needs no network.
 
-In: the folder of a run. Out: the file. `job` calls `write_report` at the end of a run, the command `show --report` at any time.
+In: the folder of a run. Out: the file. `job` and the stages call `report_of` at the end of a run, the command `show --report` at any time.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from gspo.errors import InputError
 from gspo.view import files
 from gspo.view.files import Answer, Metrics
 from gspo.view.html import document, table
@@ -32,6 +33,7 @@ _STYLE = """
 
 _CHARTS: tuple[tuple[str, dict[str, str], bool], ...] = (
     ("reward", {"reward/mean": "training", "eval/reward": "held out"}, False),
+    ("loss", {"eval/loss": "held out"}, False),
     ("groups with signal", {"groups/signal": "with signal", "groups/total": "all"}, False),
     ("clip share", {"clip/rows": "answers", "clip/tokens": "tokens"}, False),
     ("entropy of a token, nats", {"entropy": "entropy"}, False),
@@ -56,6 +58,14 @@ def write_report(folder: Path) -> Path:
     draft.write_text(page(folder), encoding="utf-8")
     os.replace(draft, path)
     return path
+
+
+def report_of(folder: Path, say: Callable[[str], None]) -> None:
+    """The report at the end of a run, which is worth no less if it cannot be written."""
+    try:
+        say(f"report: {write_report(folder)}")
+    except (OSError, InputError) as error:
+        say(f"note: report.html could not be written: {error}")
 
 
 def page(folder: Path) -> str:
