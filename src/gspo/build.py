@@ -10,6 +10,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,14 +52,14 @@ def build(
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
-    try:
-        return _joined(run, inputs, folder, saved)
-    except BaseException:
-        inputs.close()
-        raise
+    with ExitStack() as opened:  # closed again if anything below fails
+        opened.callback(inputs.close)
+        job = _joined(run, inputs, folder, saved, opened)
+        opened.pop_all()
+    return job
 
 
-def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -> Job:
+def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> Job:
     require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console = Console(run.steps)
@@ -71,6 +72,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     learner = _learner(run, policy)
     engine = _engine(run, policy, console)
     checkpoints = Store(folder, run.checkpoint.keep)
+    opened.callback(checkpoints.close)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
         if saved is None

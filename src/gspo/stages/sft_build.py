@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,14 +104,14 @@ def build(
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
-    try:
-        return _joined(run, inputs, folder, saved)
-    except BaseException:
-        inputs.close()
-        raise
+    with ExitStack() as opened:  # closed again if anything below fails
+        opened.callback(inputs.close)
+        job = _joined(run, inputs, folder, saved, opened)
+        opened.pop_all()
+    return job
 
 
-def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -> SftJob:
+def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> SftJob:
     require_same_data(saved, inputs.sha256)
     steps = run.steps or math.ceil((run.epochs or 1) * len(inputs.answers) / run.batch_size)
     run = run.model_copy(update={"steps": steps, "epochs": None})
@@ -123,6 +124,7 @@ def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     learner = _learner(run, steps, policy)
     engine = LocalEngine(policy, run.sampling, run.seed) if inputs.reward is not None else None
     checkpoints = Store(folder, run.checkpoint.keep)
+    opened.callback(checkpoints.close)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256))
         if saved is None

@@ -43,9 +43,10 @@ class Trackers:
         closed = time.monotonic()
         for each in self._fed:
             each.tell_end()
-        while waited := [each for each in self._fed if each.popen.poll() is None]:
-            late = [each for each in waited if time.monotonic() > each.deadline(closed)]
-            for each in late:
+        waited = list(self._fed)
+        while waited := [each for each in waited if each.popen.poll() is None]:
+            for each in [each for each in waited if time.monotonic() > each.deadline(closed)]:
+                waited.remove(each)
                 self._say(
                     f"warning: tracker {each.name} was still at {each.at} {time.monotonic() - each.since:.0f} s after it began, and was ended. "
                     f"journal.jsonl has every step; what it printed is in {each.log}"
@@ -87,7 +88,8 @@ class _Fed:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         with open(self._events, "rb") as events:
@@ -118,6 +120,7 @@ class _Fed:
         self.tell_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_END_SECONDS)
+        self._listener.join(_END_SECONDS)  # what it said last is not lost
 
 
 def _closed(descriptor: int) -> int:
