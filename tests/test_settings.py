@@ -196,7 +196,7 @@ def test_a_dumped_run_reads_back_as_itself(recipe):
             "eval.reward=boxed",
             "reward=[number:gold, {function: overlong, weight: 0.5}]",
             "data.system='yes'",
-            "model.revision='1e3'",
+            "model.name=owner/name@1e3",
         ],
     )
     text = yaml.safe_dump({"about": {"version": "9", "seed": 3}, **settings.dump(run)})

@@ -134,7 +134,7 @@ def test_parity_is_measured_only_where_engine_and_trainer_have_the_same_weights(
         ),
         (["algorithm.anchor=rollout"], "anchor=rollout: the ratio is to the policy that wrote the answers"),
         (
-            ["algorithm.correction=token_truncate", "algorithm.correction_high=2"],
+            ["algorithm.correction=token_truncate", "algorithm.correction_band=[2]"],
             "recomputed by the trainer, and correction=token_truncate weighs the lag",
         ),
         (["algorithm=minirl"], "the weight of the gate has the lag in it"),

@@ -53,9 +53,7 @@ class Model(Section):
 
     shorthand = "name"
     name: str = "smollm2-135m-q4"
-    """Folder, GGUF file, hub id, or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id."""
+    """Folder, GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Numbers of forward, backward and engine; masters are float32 or better. auto: bfloat16 where the processor multiplies it natively, else float32."""
     device: str = "auto"

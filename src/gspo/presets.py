@@ -9,7 +9,16 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from gspo.errors import InputError
 
@@ -46,10 +55,8 @@ class Algorithm(BaseModel):
     """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo). auto: both edges from each step's distance between engine and trainer, with anchor=rollout and a clipped sequence ratio."""
     clip_high: Edge = None
     """Upper edge of the gate, in the units of `clip_low`; auto with it."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Gate clip: bound on the ratio where the advantage is negative (arXiv 1912.09729); off unless set."""
     weight_cap: float | None = Field(default=None, gt=0)
-    """Gates minirl and dppo: cap on the importance weight; its gradient goes on, scaled by the cap."""
+    """Gates minirl and dppo: cap on the importance weight; its gradient goes on, scaled by the cap. Gate clip: bound above 1 on the ratio where the advantage is negative (dual clip, arXiv 1912.09729); off unless set."""
     soft_positive: tuple[float, ...] | None = None
     """Gate sapo: (temperature,) where the advantage is positive; gate vespo: (k, lambda)."""
     soft_negative: tuple[float, ...] | None = None
@@ -83,10 +90,8 @@ class Algorithm(BaseModel):
     ] = "none"
     """Weight for the mismatch rho = old/rollout: rho up to a cap, or rho inside a band and 0 outside, per token or for
     the product over the sequence; sequence_geometric_mask keeps (weight 1) or drops whole sequences by the geometric mean."""
-    correction_low: float | None = Field(default=None, ge=0)
-    """Lower edge of the correction's band."""
-    correction_high: float | None = Field(default=None, gt=0)
-    """Upper edge of the band, or the cap."""
+    correction_band: tuple[PositiveFloat] | tuple[NonNegativeFloat, PositiveFloat] | None = None
+    """Band of the correction, [low, high]; or [cap] where it only caps."""
 
     routing: Literal["off", "old", "rollout"] = "off"
     """Experts of a mixture-of-experts model in every pass of the trainer but the reference's. off: its own choice; old:
@@ -113,6 +118,7 @@ class Algorithm(BaseModel):
     def _check(self) -> Self:
         _check_name(self)
         _check_gate(self)
+        _check_dual_clip(self)
         _check_auto(self)
         _check_kl(self)
         _check_correction(self)
@@ -151,7 +157,7 @@ class Algorithm(BaseModel):
 
 # What each gate reads: (required, optional). A parameter outside both has no effect and is refused.
 _GATE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "clip": (("clip_low", "clip_high"), ("dual_clip",)),
+    "clip": (("clip_low", "clip_high"), ("weight_cap",)),
     "cispo": (("clip_low", "clip_high"), ()),
     "sapo": (("soft_positive", "soft_negative"), ()),
     "gmpo": (("clip_low", "clip_high"), ()),
@@ -160,7 +166,7 @@ _GATE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dppo": (("clip_low", "clip_high"), ("weight_cap",)),
     "none": ((), ()),
 }
-_ALL_GATE_KEYS = ("clip_low", "clip_high", "dual_clip", "weight_cap", "soft_positive", "soft_negative")
+_ALL_GATE_KEYS = ("clip_low", "clip_high", "weight_cap", "soft_positive", "soft_negative")
 _GATE_RATIOS = {"gmpo": "token", "minirl": "token", "dppo": "token", "vespo": "sequence_product"}
 _SOFT_NUMBERS = {"sapo": 1, "vespo": 2}
 
@@ -181,6 +187,14 @@ def _check_gate(row: Algorithm) -> None:
     numbers = _SOFT_NUMBERS.get(row.gate)
     if numbers and not len(row.soft_positive or ()) == len(row.soft_negative or ()) == numbers:
         raise ValueError(f"gate={row.gate} needs {numbers} number(s) in each of soft_positive and soft_negative")
+
+
+def _check_dual_clip(row: Algorithm) -> None:
+    if row.gate == "clip" and row.weight_cap is not None and row.weight_cap <= 1:
+        raise ValueError(
+            f"weight_cap={row.weight_cap:g} with gate=clip bounds the ratio of answers that were worse than the others, "
+            "which it has to let pass at 1: give it more than 1"
+        )
 
 
 def _check_auto(row: Algorithm) -> None:
@@ -217,10 +231,10 @@ def _check_kl(row: Algorithm) -> None:
 
 
 def _check_correction(row: Algorithm) -> None:
-    edges = (row.correction_low, row.correction_high)
+    band = row.correction_band
     if row.correction == "none":
-        if edges != (None, None):
-            raise ValueError("correction_low and correction_high have no effect with correction=none")
+        if band is not None:
+            raise ValueError("correction_band has no effect with correction=none")
         return
     if row.anchor == "rollout":
         raise ValueError(
@@ -230,12 +244,9 @@ def _check_correction(row: Algorithm) -> None:
         raise ValueError(
             f"correction={row.correction} weighs old/rollout, and gate=minirl weighs by pi/rollout already: set correction=none"
         )
-    if row.correction_high is None:
-        raise ValueError(f"correction={row.correction} needs correction_high")
-    if row.correction.endswith("_mask") and row.correction_low is None:
-        raise ValueError(f"correction={row.correction} needs correction_low")
-    if row.correction.endswith("_truncate") and row.correction_low is not None:
-        raise ValueError(f"correction_low has no effect with correction={row.correction}, which only caps")
+    wanted = "[cap]" if row.correction.endswith("_truncate") else "[low, high]"
+    if band is None or len(band) != wanted.count(",") + 1:
+        raise ValueError(f"correction={row.correction} needs correction_band={wanted}")
 
 
 # ------------------------------------------------------------------------------ the table

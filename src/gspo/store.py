@@ -179,7 +179,7 @@ class Saved:
     @property
     def model(self) -> dict[str, Any]:
         """Keys of the model section that name the checkpoint's weights."""
-        return {"name": str(self.checkpoint), "revision": None}
+        return {"name": str(self.checkpoint)}
 
 
 def read_saved(folder: Path) -> Saved:

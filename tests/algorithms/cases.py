@@ -54,7 +54,7 @@ def row_of(loss: str, inputs: dict[str, Any]) -> Algorithm:
         "cispo": band["cispo"],
         "gmpo": band["gmpo"],
         "sapo": {"soft_positive": (tau_positive,), "soft_negative": (tau_negative,)},
-        "ppo": dict(band["ppo"], dual_clip=inputs["dual_clip"]),
+        "ppo": dict(band["ppo"], weight_cap=inputs["dual_clip"]),
         "luspo": band["luspo"],
         "minirl": dict(band["minirl"], weight_cap=inputs["minirl_C"]),
         "vespo": {},

@@ -17,15 +17,15 @@ from gspo.presets import PRESETS, Algorithm, advice
 
 ROWS: dict[str, Algorithm] = {
     **PRESETS,
-    "ppo_dual_clip": variant("ppo", dual_clip=1.5),
+    "ppo_dual_clip": variant("ppo", weight_cap=1.5),
     "gspo_kl": variant("gspo", kl_coefficient=0.1),
     "grpo_k2": variant("grpo", kl_coefficient=0.1, kl_estimator="k2"),
-    "gspo_token_truncate": variant("gspo", correction="token_truncate", correction_high=1.1),
+    "gspo_token_truncate": variant("gspo", correction="token_truncate", correction_band=(1.1,)),
     "gspo_geometric": variant(
-        "gspo", correction="sequence_geometric_mask", correction_low=0.95, correction_high=1.1, clip_low=0.1, clip_high=0.1
+        "gspo", correction="sequence_geometric_mask", correction_band=(0.95, 1.1), clip_low=0.1, clip_high=0.1
     ),
-    "grpo_product_mask": variant("grpo", correction="sequence_product_mask", correction_low=0.6, correction_high=1.5),
-    "dapo_token_mask": variant("dapo", correction="token_mask", correction_low=0.9, correction_high=1.2),
+    "grpo_product_mask": variant("grpo", correction="sequence_product_mask", correction_band=(0.6, 1.5)),
+    "dapo_token_mask": variant("dapo", correction="token_mask", correction_band=(0.9, 1.2)),
     "gspo_rollout": variant("gspo", anchor="rollout", clip_low=0.1, clip_high=0.1),
     "gspo_sapo": Algorithm(
         ratio="sequence", gate="sapo", soft_positive=(1.0,), soft_negative=(2.0,), aggregation="sequence_mean", advantage="group_mean"

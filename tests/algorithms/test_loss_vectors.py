@@ -130,7 +130,13 @@ CORRECTIONS = [
 def test_correction_weights(correction: str, low: float | None, high: float, key: str) -> None:
     section = recorded()["rollout_correction"]
     batch = padded_case("gspo", case(section["case"])["inputs"])
-    row = variant("grpo", correction=correction, correction_low=low, correction_high=high, clip_low=9.0, clip_high=9.0)
+    row = variant(
+        "grpo",
+        correction=correction,
+        correction_band=(high,) if low is None else (low, high),
+        clip_low=9.0,
+        clip_high=9.0,
+    )
     sequence_N, _ = batch.mask.nonzero(as_tuple=True)
     weight_N = correction_weight(row, batch.old[batch.mask], batch.rollout[batch.mask], sequence_N, 4)
     expected = torch.tensor(section[key], dtype=torch.float64)
@@ -148,7 +154,7 @@ def test_correction_carries_no_gradient_and_leaves_the_ratio_alone() -> None:
     """A correction that swapped old for rollout inside GSPO's ratio has been seen (OpenRLHF 0.11.2)."""
     wrong = recorded()["known_wrong"]["openrlhf_gspo_is_correction_swaps_old_for_rollout"]
     batch = padded_case("gspo", case(wrong["case"])["inputs"])
-    row = variant("gspo", correction="token_truncate", correction_high=2.0)
+    row = variant("gspo", correction="token_truncate", correction_band=(2.0,))
     log_s = torch.tensor(wrong["right_seq_ratio"], dtype=torch.float64).log()
     swapped = torch.tensor(wrong["wrong_seq_ratio"], dtype=torch.float64).log()
     sequence_N, _ = batch.mask.nonzero(as_tuple=True)

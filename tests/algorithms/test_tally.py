@@ -36,8 +36,8 @@ SIGNS = [[1.0, 1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]]
         (variant("gspo"), (1, 1, 0), (2, 2, 0)),
         (variant("gspo_token"), (1, 1, 0), (2, 2, 0)),
         (variant("grpo"), (1, 1, 0), (2, 2, 0)),
-        (variant("ppo", dual_clip=1.5), (1, 1, 1), (2, 2, 2)),
-        (variant("ppo", dual_clip=1.75), (1, 1, 0), (2, 2, 1)),
+        (variant("ppo", weight_cap=1.5), (1, 1, 1), (2, 2, 2)),
+        (variant("ppo", weight_cap=1.75), (1, 1, 0), (2, 2, 1)),
         (variant("gmpo"), (1, 1, 0), (2, 2, 0)),
         (variant("minirl"), (1, 1, 0), (2, 2, 0)),
         (variant("dppo", clip_low=0.2, clip_high=0.35), (0, 0, 0), (1, 1, 0)),
@@ -45,7 +45,7 @@ SIGNS = [[1.0, 1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]]
         (variant("rloo"), (0, 0, 0), (0, 0, 0)),
         (variant("sapo"), (0, 0, 0), (0, 0, 0)),
     ],
-    ids=lambda x: f"{x.name}-{x.dual_clip}" if isinstance(x, Algorithm) else None,
+    ids=lambda x: f"{x.name}-{x.weight_cap}" if isinstance(x, Algorithm) else None,
 )
 def test_sides_of_each_gate(row: Algorithm, rows: tuple[int, int, int], tokens: tuple[int, int, int]) -> None:
     tally = evaluate(rows_of(FOUR, SIGNS), row).tally
@@ -92,7 +92,7 @@ def test_dropped_tokens_are_counted_apart_from_clipped_ones() -> None:
     batch.rollout[0, 0] -= 3.0
     batch.rollout[1, 1] -= 3.0
     batch.advantage[1, 1] = 0.0
-    row = variant("grpo", correction="token_mask", correction_low=0.5, correction_high=2.0)
+    row = variant("grpo", correction="token_mask", correction_band=(0.5, 2.0))
     tally = evaluate(batch, row).tally
     assert (tally.tokens_dropped, tally.tokens_lost) == (1, 0)
 

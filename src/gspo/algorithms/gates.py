@@ -79,14 +79,14 @@ def _none(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Te
 
 
 def _clip(log_ratio_N: Tensor, inputs: PolicyInputs, row: Algorithm) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A), PPO eq. 7, GSPO eq. 5; with dual_clip at least dual_clip * A if A < 0 (arXiv 1912.09729)."""
+    """min(r A, clip(r) A), PPO eq. 7, GSPO eq. 5; with weight_cap at least weight_cap * A if A < 0 (arXiv 1912.09729)."""
     low, high = _edges(row)
     advantage_N = inputs.advantage_N
     lost_N = _outside(log_ratio_N, advantage_N, row)
     edge_N = _by_sign(advantage_N, 1 + high, 1 - low)
-    if row.dual_clip is not None:
-        beyond_N = (advantage_N < 0) & (log_ratio_N.detach().exp() > row.dual_clip)
-        lost_N, edge_N = lost_N | beyond_N, torch.where(beyond_N, row.dual_clip, edge_N)
+    if row.weight_cap is not None:
+        beyond_N = (advantage_N < 0) & (log_ratio_N.detach().exp() > row.weight_cap)
+        lost_N, edge_N = lost_N | beyond_N, torch.where(beyond_N, row.weight_cap, edge_N)
     ratio_N = _ratio(log_ratio_N, lost_N | (advantage_N == 0))
     return -torch.where(lost_N, edge_N, ratio_N) * advantage_N, lost_N
 

@@ -106,14 +106,15 @@ _LEVELS: dict[str, Callable[[Tensor, PolicyInputs], Tensor]] = {
 
 
 def _truncate(ratio_N: Tensor, row: Algorithm) -> Tensor:
-    return ratio_N.clamp(max=row.correction_high)
+    assert row.correction_band is not None
+    return ratio_N.clamp(max=row.correction_band[-1])
 
 
 def _inside(ratio_N: Tensor, row: Algorithm) -> Tensor:
     """True inside the band, edges included."""
-    assert row.correction_low is not None
-    assert row.correction_high is not None
-    return (ratio_N >= row.correction_low) & (ratio_N <= row.correction_high)
+    assert row.correction_band is not None
+    low, high = row.correction_band[0], row.correction_band[-1]
+    return (ratio_N >= low) & (ratio_N <= high)
 
 
 def _mask(ratio_N: Tensor, row: Algorithm) -> Tensor:
@@ -152,7 +153,7 @@ def correction_weight(
 ) -> Tensor:
     """Weight of each token for the mismatch rho = old/rollout of trainer and engine, [N], without gradient.
 
-    Truncated (TIS), or rho inside [correction_low, correction_high] and 0 outside (IcePop, arXiv 2510.18855), per token
+    Truncated (TIS), or rho inside correction_band and 0 outside (IcePop, arXiv 2510.18855), per token
     or for the product over the sequence; or 1 or 0 for whole sequences by the geometric mean. 1 for correction=none.
     """
     ratio, weigh = _CORRECTIONS[row.correction]

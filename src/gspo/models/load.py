@@ -114,8 +114,6 @@ def load_tokenizer(model: config.Model) -> Any:
 
 def _find(model: config.Model) -> Checkpoint:
     path = Path(model.name).expanduser()
-    if model.revision is not None and (model.name in BUILTIN or path.exists()):
-        raise InputError(f"model.revision={model.revision} has no effect with model={model.name}, which is no hub id")
     if model.name in BUILTIN:
         return BUILTIN[model.name]
     if (path / "run.yaml").is_file():
@@ -129,13 +127,14 @@ def _find(model: config.Model) -> Checkpoint:
         return gguf(path)
     if path.exists():
         raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.name) or path.suffix == ".gguf":
+    hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?", model.name)
+    if hub is None or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
-    return _pretrained(model, model.name, origin=model.name)
+    return _pretrained(model, hub[1], origin=model.name, revision=hub[2] or "main")
 
 
-def _pretrained(model: config.Model, name: str, origin: str) -> Checkpoint:
-    keys: dict[str, Any] = dict(revision=model.revision or "main", trust_remote_code=model.trust_remote_code)
+def _pretrained(model: config.Model, name: str, origin: str, revision: str = "main") -> Checkpoint:
+    keys: dict[str, Any] = dict(revision=revision, trust_remote_code=model.trust_remote_code)
     return Checkpoint(
         model=lambda: _complete(AutoModelForCausalLM.from_pretrained, name, dtype=torch.float32, **keys),
         tokenizer=lambda: AutoTokenizer.from_pretrained(name, **keys),
