@@ -80,7 +80,7 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
     "words",
     [
         ["-c", "import gspo"],
-        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["lab"])),
+        *(["-m", "gspo.cli", *command, "--help"] for command in ([], ["train"], ["sft"], ["show"], ["lab"])),
         ["-m", "gspo.cli", "lab", "--list"],
     ],
 )

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,9 +62,7 @@ class TensorBoard:
     grace = 5.0
 
     def __init__(self, about: About) -> None:
-        from tensorboard.summary import Writer
-
-        self._writer = Writer(str(about.store / "tensorboard"))
+        self._writer = import_module("tensorboard.summary").Writer(str(about.store / "tensorboard"))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():
@@ -80,11 +79,9 @@ class Trackio:
     grace = _NETWORK
 
     def __init__(self, about: About) -> None:
-        import trackio
-
         name = about.remembered("trackio", lambda: f"{about.name}-{uuid.uuid4().hex[:6]}")
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
-        self._run = trackio.init(
+        self._run = import_module("trackio").init(
             project, name=name, config=dict(about.settings), resume="allow", embed=False, auto_log_gpu=False
         )
 
@@ -103,9 +100,7 @@ class WandB:
     """None: as WANDB_MODE says, else online."""
 
     def __init__(self, about: About) -> None:
-        import wandb
-
-        self._run = wandb.init(
+        self._run = import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=about.name,
             id=about.remembered("wandb", lambda: uuid.uuid4().hex[:8]),
@@ -135,10 +130,8 @@ class MLflow:
 
     def __init__(self, about: About) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.tracking import MlflowClient
-
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (about.store / "mlflow").resolve().as_uri()
-        self._client = MlflowClient(uri)
+        self._client = import_module("mlflow.tracking").MlflowClient(uri)
         self._id = about.remembered("mlflow", lambda: self._new(about))
 
     def _new(self, about: About) -> str:
@@ -151,10 +144,9 @@ class MLflow:
         return str(run.info.run_id)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
+        metric = import_module("mlflow.entities").Metric
         # MLflow allows neither @ nor : in a name, and the journal has pass@4.
-        metrics = [Metric(key.replace("@", "_at_").replace(":", "_"), v, 0, step) for key, v in numbers.items()]
+        metrics = [metric(key.replace("@", "_at_").replace(":", "_"), v, 0, step) for key, v in numbers.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self) -> None:
