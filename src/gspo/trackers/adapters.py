@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,13 @@ class Trackio:
         name = about.remembered("trackio", lambda: f"{about.name}-{uuid.uuid4().hex[:6]}")
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
         self._run = import_module("trackio").init(
-            project, name=name, config=dict(about.settings), resume="allow", embed=False, auto_log_gpu=False
+            project,
+            name=name,
+            config=dict(about.settings),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -145,8 +152,9 @@ class MLflow:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         metric = import_module("mlflow.entities").Metric
+        now = int(time.time() * 1000)
         # MLflow allows neither @ nor : in a name, and the journal has pass@4.
-        metrics = [metric(key.replace("@", "_at_").replace(":", "_"), v, 0, step) for key, v in numbers.items()]
+        metrics = [metric(key.replace("@", "_at_").replace(":", "_"), v, now, step) for key, v in numbers.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self) -> None:
