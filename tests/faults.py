@@ -27,11 +27,12 @@ KEYS: dict[str, Any] = dict(
     model="random-dense",
     steps=6,
     prompts_per_step=3,
-    group_size=3,
+    group_size=4,
     threads=1,
     data={"source": "addition:0-9", "limit": 5},  # an epoch ends in the midst of steps 2, 4 and 5
-    reward="repetition:1",
-    sampling={"max_new_tokens": 5},
+    reward="regex:[0-9]",
+    judging={"workers": 1},
+    sampling={"max_new_tokens": 4},
     optimizer={"learning_rate": 3e-3, "schedule": "linear"},
     algorithm={"name": "gspo", "updates_per_step": 3},
     eval={"every": 3, "limit": 3},
@@ -100,6 +101,10 @@ def whole(folder: Path) -> dict[str, str]:
     path = folder / "whole"
     if not path.exists():
         assert ended(start(path)) == 0, said(path)
+        lines = [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+        assert all(line["updates/done"] for line in lines), (
+            "a run whose weights stay would be the same whatever happened"
+        )
     return remains(path)
 
 
@@ -194,11 +199,13 @@ def signals(folder: Path) -> dict[str, Any]:
     return found
 
 
+def slow() -> None:
+    """Step 4 takes a minute."""
+    journal_module.Lines.append = _nth(journal_module.Lines.append, 4, lambda *_: time.sleep(60))  # type: ignore[method-assign]
+
+
 def second_signal(folder: Path) -> dict[str, Any]:
     """SIGINT twice, while a step is long: it ends at once, and goes on from the last checkpoint."""
-
-    def slow() -> None:
-        learner.Learner.update = _nth(learner.Learner.update, 10, lambda *_: time.sleep(60))  # type: ignore[method-assign]
 
     run = folder / "second"
     pid = start(run, slow)
@@ -221,9 +228,6 @@ def _until_step(run: Path, step: int) -> None:
 
 def two_processes(folder: Path) -> dict[str, Any]:
     """A second process on a run that is going on."""
-
-    def slow() -> None:
-        learner.Learner.update = _nth(learner.Learner.update, 10, lambda *_: time.sleep(60))  # type: ignore[method-assign]
 
     run = folder / "locked"
     pid = start(run, slow)
@@ -252,7 +256,7 @@ def clock(folder: Path) -> dict[str, Any]:
 
 
 def nan_gradient(folder: Path) -> dict[str, Any]:
-    """One gradient of the 14th update, of step 5, is not a number."""
+    """One gradient of the 11th update is not a number."""
 
     def poison() -> None:
         def step(self: Any, tally: Any) -> float:
@@ -260,7 +264,7 @@ def nan_gradient(folder: Path) -> dict[str, Any]:
             return real(self, tally)
 
         real = learner.Learner._step
-        learner.Learner._step = _nth(real, 14, step)  # type: ignore[method-assign]
+        learner.Learner._step = _nth(real, 11, step)  # type: ignore[method-assign]
 
     run = folder / "nan"
     code = ended(start(run, poison))
@@ -271,8 +275,8 @@ def nan_gradient(folder: Path) -> dict[str, Any]:
 def bit(folder: Path) -> dict[str, Any]:
     """One bit of the newest weights turns on the disk."""
     run = folder / "bit"
-    assert ended(start(run, MOMENTS["in the middle of a line"])) == -9
-    assert ended(start(run, lambda: setattr(learner.Learner, "_step", _nth(learner.Learner._step, 8, _die)))) == -9
+    third = _nth(store.Store.settle, 3, _die)  # after the second checkpoint: the first call is that of the start
+    assert ended(start(run, lambda: setattr(store.Store, "settle", third))) == -9
     newest = sorted(run.glob("checkpoints/[0-9]*"))[-1]
     data = bytearray((newest / "model.safetensors").read_bytes())
     data[-1000] ^= 1
@@ -347,7 +351,7 @@ def orphan(folder: Path) -> dict[str, Any]:
         "        import subprocess, time\n        subprocess.Popen(['sleep', '600'])\n        time.sleep(600)\n    def finish(self): pass\n"
     )
     run = folder / "orphan"
-    keys = {"reward": "regex:[0-9]", "judging": {"workers": 1}, "trackers": f"{folder}/mine.py:T", "steps": 10**6}
+    keys = {"trackers": f"{folder}/mine.py:T", "steps": 10**6}
     pid = start(run, **keys)
     _until_step(run, 3)
     time.sleep(1.0)
