@@ -119,8 +119,9 @@ def differing(folder: Path, run: Path) -> list[str]:
 def random_kills(folder: Path, kills: int = 20) -> dict[str, Any]:
     """kill -9 at random moments of runs that go on each time, until there were `kills`; every run is then finished."""
     began = time.monotonic()
-    whole(folder)
+    assert ended(start(folder / "timed")) == 0
     length = time.monotonic() - began
+    assert not differing(folder, folder / "timed")
     generator, killed, finished, bad = random.Random(7), 0, 0, []
     run = folder / "killed-0"
     for _ in range(TRIES):

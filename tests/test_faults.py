@@ -31,23 +31,33 @@ def happened(folder: Path, *names: str, before: tuple[str, ...] = (), **environm
     return found
 
 
-def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run is made in it once, by the first that needs it."""
+    return tmp_path_factory.mktemp("faults")
+
+
+def test_killed_at_twenty_random_moments(folder: Path) -> None:
     """P29: bit for bit the run that was not interrupted."""
-    found = happened(tmp_path, "random_kills")["random_kills"]
+    found = happened(folder, "random_kills")["random_kills"]
     assert (found["killed"], found["differing"]) == (20, [])
     assert found["finished"] >= 1
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = ("moments", "signals", "second_signal", "two_processes", "clock", "nan_gradient", "bit", "changed_key")
-    return happened(tmp_path_factory.mktemp("faults"), *names)
+def few(folder: Path) -> dict[str, Any]:
+    return happened(folder, "signals", "second_signal", "two_processes", "clock", "nan_gradient", "bit", "changed_key")
+
+
+@pytest.fixture(scope="module")
+def moments(folder: Path) -> dict[str, Any]:
+    return dict(happened(folder, "moments")["moments"])
 
 
 @pytest.mark.parametrize("name", list(faults.MOMENTS))
-def test_killed_at_a_moment_that_matters(name: str, few: dict[str, Any]) -> None:
+def test_killed_at_a_moment_that_matters(name: str, moments: dict[str, Any]) -> None:
     """P27, P29. verl-project/verl#4873."""
-    assert few["moments"][name] == [-9, 0, []]
+    assert moments[name] == [-9, 0, []]
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
