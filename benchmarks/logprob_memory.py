@@ -19,9 +19,10 @@ from work import Work
 
 from gspo import config, machine
 from gspo.batch import make_batches
-from gspo.learner import Learner, policy_objective
+from gspo.learner import Learner
 from gspo.models.load import load_policy
 from gspo.models.tiny import tiny_tokenizer
+from gspo.objectives import policy_objective
 from gspo.presets import Algorithm
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 

@@ -21,9 +21,9 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "presets", "sections", "critic_config", "config", "stage_config", "settings", "machine", "stopping", "guard", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
-    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "journal", "store", "critic", "rescue", "drift", "console", "inputs",
-    "preflight", "job", "build", "loop", "trial", "check", "view", "stages", "lab", "cli",
+    "errors", "types", "warden", "trackers", "presets", "sections", "critic_config", "config", "stage_config", "settings", "keys", "machine", "stopping", "guard", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
+    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "record", "metrics", "journal", "lock", "seal", "store", "critic", "rescue", "drift", "heartbeat", "console", "inputs", "advice",
+    "view", "export", "preflight", "updates", "job", "build", "loop", "trial", "check", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "datasets", "peft")
@@ -85,7 +85,7 @@ def test_nothing_branches_on_an_algorithm_name(path: Path) -> None:
         ["-c", "import gspo"],
         *(
             ["-m", "gspo.cli", *command, "--help"]
-            for command in ([], ["train"], ["sft"], ["reward"], ["check"], ["lab"])
+            for command in ([], ["train"], ["sft"], ["reward"], ["check"], ["show"], ["lab"])
         ),
         ["-m", "gspo.cli", "lab", "--list"],
         ["-m", "gspo.cli", "tasks"],

@@ -12,10 +12,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from experts import MODES, ROW, learner_of, moe, sampled
 from gspo.balance import load
 from gspo.batch import make_batches
-from gspo.learner import policy_objective
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.routing import Routed, Routing, routers_of
+from gspo.objectives import policy_objective
 from gspo.stats import UpdateStats
 
 

@@ -15,8 +15,9 @@ from gspo import PRESETS, Algorithm, RunError, config
 from gspo.algorithms.losses import Tally
 from gspo.batch import make_batches
 from gspo.errors import OutOfMemoryError
-from gspo.learner import Learner, policy_objective, schedule
+from gspo.learner import Learner, schedule
 from gspo.models.load import Policy, load_policy
+from gspo.objectives import policy_objective
 from gspo.stats import UpdateStats
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 

@@ -68,7 +68,7 @@ def test_a_schedule_that_ends_elsewhere_is_said(tmp_path: Path, capsys: pytest.C
         ("state.json", lambda path: path.write_text('{"format": 99}'), "another version of gspo"),
         ("optimizer.safetensors", lambda path: path.unlink(), "without the state of its optimizer"),
         ("optimizer.safetensors", lambda path: path.write_bytes(b"half"), "optimizer.safetensors is damaged"),
-        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:500]), "could not be loaded"),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:500]), "model.safetensors is damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(file: str, damage: Any, part: str, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_disk_that_refuses_leaves_earlier_checkpoints_and_says_so(tmp_path: Pa
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the weights are larger
     try:
-        with pytest.raises(gspo.RunError, match=r"00000003 could not be written .* GB are free"):
+        with pytest.raises(gspo.RunError, match=r"00000003 could not be written .* needs .* and .* are free"):
             gspo.train(resume=folder, reward=digits, steps=3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -21,9 +21,9 @@ from experts import MODES, ROW, Recorder, learner_of, moe, sampled
 from gspo import PRESETS, InputError, RunError, settings
 from gspo.batch import Batch, make_batches
 from gspo.build import build
-from gspo.learner import policy_objective
 from gspo.models.load import Policy
 from gspo.models.tiny import tiny_moe
+from gspo.objectives import policy_objective
 from gspo.stats import UpdateStats
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 

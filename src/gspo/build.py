@@ -10,6 +10,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 from gspo import __version__, preflight, presets, settings, store
+from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
 from gspo.console import Console, plan
@@ -29,7 +31,8 @@ from gspo.guard import State
 from gspo.inputs import Inputs, Row, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
-from gspo.learner import Learner, cast, policy_objective
+from gspo.learner import Learner, cast
+from gspo.lock import require_free
 from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
@@ -38,6 +41,8 @@ from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
+from gspo.trackers import table
+from gspo.trackers.side import Trackers
 
 R = TypeVar("R", Run, Sft, RewardRun)
 A = TypeVar("A", Run, Sft, RewardRun, Sft | RewardRun)
@@ -51,41 +56,31 @@ def build(
     Raises:
         InputError: before any weight is read, for whatever the user can mend.
     """
+    table.require(run.trackers)
     folder = resume or new_folder(run)
     saved = store.read_saved(folder) if resume else None
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
-    try:
-        return _joined(run, inputs, folder, saved)
-    except BaseException:
-        inputs.close()
-        raise
+    with ExitStack() as opened:  # closed again if anything below fails
+        opened.callback(inputs.close)
+        job = _joined(run, inputs, folder, saved, opened)
+        opened.pop_all()
+    return job
 
 
-def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -> Job:
+def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> Job:
     require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
-    console = Console(run.steps)
-    console.say(plan(run))
-    for note in (*advice(run, inputs), *inputs.notes):
-        console.say(f"note: {note}")
-    for note in preflight.require_sound(run, inputs) if saved is None else []:
-        console.say(f"note: {note}")
+    console = _said(run, inputs, new=saved is None)
     require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
     run = with_learning_rate(run, policy, console)
     require_fit(policy, inputs, run)
-    critic = open_critic(run, policy, saved)
-    if critic is not None:
-        console.say(critic.announcement)
-    if critic is not None and critic.own is not None:
-        _require_room(critic.own.model, "critic", inputs, run)
+    critic = _critic(run, policy, saved, inputs, console)
     learner = learner_of(run, policy, critic)
     engine = engine_of(run, policy, console)
-    room = preflight.disk(run, folder, policy.model.num_parameters())
-    if room.mend is not None and saved is None:
-        raise InputError(room.mend)
-    if room.note or room.mend is not None:
-        console.say(f"note: {room.text}")
+    _require_disk(run, folder, policy, console, new=saved is None)
+    checkpoints = Store(folder, run.checkpoint.keep)
+    opened.callback(checkpoints.close)
     progress = (
         start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
         if saved is None
@@ -93,7 +88,6 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
     )
     engine.load(learner.weights(), version=progress.step)
     rescue = Rescue(run, folder, learner, critic, run.guard, progress.guard or State()) if run.guard != "off" else None
-    checkpoints = Store(folder, run.checkpoint.keep)
     checkpoints.settle(progress)
     return Job(
         run=run,
@@ -103,7 +97,6 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         sampler=Sampler(inputs.prompts, run.seed, progress.position, band=run.data.difficulty, seen=progress.seen),
         engine=engine,
         learner=learner,
-        objective=policy_objective(run.algorithm),
         journal=Journal(folder, run.sampling.max_new_tokens, after=progress.step),
         store=checkpoints,
         console=console,
@@ -111,8 +104,36 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None) -
         critic=critic,
         rescue=rescue,
         start=read_start(folder, inputs.held_out) if saved is not None else [],
+        trackers=Trackers(run.trackers, folder, after=progress.step, say=console.say),  # once the journal is settled
         ahead=deque(ahead),
     )
+
+
+def _said(run: Run, inputs: Inputs, *, new: bool) -> Console:
+    """The console, with the plan and what there is to know about it said. Raises InputError for rewards that are not sound."""
+    console = Console(run.steps)
+    console.say(plan(run))
+    for note in (*advice(run, inputs), *inputs.notes, *(preflight.require_sound(run, inputs) if new else ())):
+        console.say(f"note: {note}")
+    return console
+
+
+def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs, console: Console) -> Critic | None:
+    critic = open_critic(run, policy, saved)
+    if critic is not None:
+        console.say(critic.announcement)
+        if critic.own is not None:
+            _require_room(critic.own.model, "critic", inputs, run)
+    return critic
+
+
+def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, new: bool) -> None:
+    """Raise InputError if the checkpoints of a new run have no room; of one that goes on, say so."""
+    room = preflight.disk(run, folder, policy.model.num_parameters())
+    if room.mend is not None and new:
+        raise InputError(room.mend)
+    if room.note or room.mend is not None:
+        console.say(f"note: {room.text}")
 
 
 def require_same_data(saved: store.Saved | None, sha256: str) -> None:
@@ -131,7 +152,8 @@ def open_policy(
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
     threads = set_threads(run.threads if saved is None else saved.about["threads"])
     model = run.model if saved is None else Model(**{**dict(run.model), **saved.model})
-    policy = load(model, seed=run.seed)  # of a fresh adapter
+    with console.heartbeat.at(f"the model {run.model.name} is loaded"):
+        policy = load(model, seed=run.seed)  # of a fresh adapter
     console.say(f"{policy.announcement}; {threads} threads")
     return policy, threads
 
@@ -290,59 +312,6 @@ def engine_of(run: Run, policy: Policy, console: Console) -> LocalEngine:
     return engine
 
 
-def advice(run: Run, inputs: Inputs) -> list[str]:
-    """What is legal but worth knowing, each in a sentence to be said once at the start."""
-    return [
-        *presets.advice(run.algorithm),
-        *_sampling_advice(run),
-        *_staleness_advice(run),
-        *_evaluation_advice(run, inputs),
-    ]
-
-
-def _staleness_advice(run: Run) -> list[str]:
-    """Which policy the ratio is taken to when that which wrote the answers is an older one."""
-    lag, row = run.max_staleness, run.algorithm
-    if not lag:
-        return []
-    said = f"max_staleness={lag}: a step trains on answers written by the weights of {lag} steps before, the first {lag + 1} steps on those of the start. "
-    if row.anchor == "rollout":
-        return [
-            said
-            + "anchor=rollout: the ratio is to the policy that wrote the answers, so the clip band bounds the lag as well as the step."
-        ]
-    weighed = (
-        f"correction={row.correction} weighs the lag"
-        if row.correction != "none"
-        else "the weight of the gate has the lag in it"
-        if row.gate == "minirl"
-        else "nothing weighs the lag; algorithm.correction does, or algorithm.anchor=rollout takes it into the ratio"
-    )
-    return [said + f"anchor=old: the ratio is to the policy before the step, recomputed by the trainer, and {weighed}."]
-
-
-def _sampling_advice(run: Run) -> list[str]:
-    s = run.sampling
-    if s.top_p == 1 and s.top_k == 0:
-        return []
-    return [
-        f"top_p={s.top_p:g}, top_k={s.top_k}: answers are sampled from a truncated distribution and trained on the full one, so engine and trainer "
-        "differ by the mass cut off (see parity/signed). top_p=1 top_k=0 has no such gap."
-    ]
-
-
-def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
-    if inputs.held_out or not run.eval.every:
-        return []
-    if run.eval.patience is not None:
-        raise InputError(
-            f"eval.patience={run.eval.patience}: there are no held-out prompts to evaluate on: give eval.source=FILE"
-        )
-    return [
-        "there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
-    ]
-
-
 def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[str, Any]:
     """What run.yaml says, beside the configuration, of what a run was started with."""
     source = policy.source
@@ -367,6 +336,7 @@ def resumed_run(kind: type[R], folder: Path, words: Sequence[str]) -> R:
     Raises InputError if there is no such run, if a word would make it another run, or if nothing is left to do.
     """
     done = store.read_progress(store.latest(folder)).step
+    require_free(folder)
     command = store.read_about(folder).get("command", Run.command)
     if command != kind.command:
         raise InputError(f"{folder}: a run of `gspo {command}`: continue it with `gspo {command} --resume {folder}`")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo import preflight, settings
-from gspo.build import advice, new_folder, require_fit
+from gspo.advice import advice
+from gspo.build import new_folder, require_fit
 from gspo.config import Run
 from gspo.console import Console, duration, plan
 from gspo.engines.local import LocalEngine

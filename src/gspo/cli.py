@@ -1,4 +1,4 @@
-"""The command line: `gspo train`, `gspo sft`, `gspo reward`, `gspo check`, `gspo eval`, `gspo lab`, `gspo tasks`. Words in, exit codes out; torch is loaded by them alone.
+"""The command line: `gspo train`, `sft`, `reward`, `check`, `eval`, `show`, `rescore`, `export`, `tasks`, `lab`. Words in, exit codes out; torch is loaded by them alone.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130/143 stopped by a signal after saving.
 """
@@ -16,24 +16,12 @@ from typing import Annotated, Literal, TypeVar
 import typer
 
 from gspo import __version__, machine, settings
-from gspo.config import Run
+from gspo.config import Judging, RewardRule, Run
 from gspo.errors import InputError, RunError
+from gspo.keys import keys_help, require_effect
 from gspo.stage_config import AnyRun, RewardRun, Sft
 
 S = TypeVar("S", Sft, RewardRun)
-
-
-def _keys_help(kind: type[AnyRun] = Run) -> str:
-    """All keys by section, from the doc lines of the configuration."""
-    lines, section = [], None
-    for name, doc in settings.fields(kind):
-        if (head := name.rpartition(".")[0]) != section:
-            section = head
-            lines.append(f"\n\n**{section or 'run'}**\n")
-        names = settings.choices(name, kind)
-        choices = f" One of {', '.join(names)}." if names else ""
-        lines.append(f"\n- {name} = {settings.default(name, kind)}: {doc}{choices}")
-    return "".join(lines).replace("<", "‹").replace(">", "›")  # markdown would take them for tags
 
 
 _SETTINGS = f"""
@@ -54,7 +42,7 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hel
 
 
 @app.command(
-    epilog=_keys_help(),
+    epilog=keys_help(),
     help=f"""Train a policy with reinforcement learning.
 
     gspo train demo
@@ -108,7 +96,7 @@ def _checked_words(
 
 
 @app.command(
-    epilog=_keys_help(Sft),
+    epilog=keys_help(Sft),
     help=f"""Fine-tune a model on given answers, with the loss on the tokens of the answers.
 
     gspo sft tiny-dense
@@ -130,7 +118,7 @@ def sft(
 
 
 @app.command(
-    epilog=_keys_help(RewardRun),
+    epilog=keys_help(RewardRun),
     help=f"""Make a reward model from preferences: of two answers to a prompt, the chosen one gets the higher score.
 
     gspo reward letters
@@ -201,7 +189,7 @@ def check(
 
 @app.command(
     name="eval",
-    epilog=_keys_help(),
+    epilog=keys_help(),
     help=f"""Evaluate a model on the held-out prompts of a recipe, sampled as in training.
 
     gspo eval runs/demo/best demo
@@ -215,12 +203,95 @@ def evaluate(
     words: Words = None,
 ) -> None:
     machine.prepare()
+    require_effect(words or [])
     run = settings.load(recipe, [*(words or []), f"model.name={model}", "model.lora=null"])
 
     from gspo.build import evaluate_model
 
     for line in evaluate_model(run):
         typer.echo(line)
+
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, as in runs/demo.")]
+Evaluated = Annotated[bool, typer.Option("--eval", help="Answers of evaluations, not of training.")]
+
+
+@app.command(
+    help="""Show the answers of a step side by side: reward, its parts, advantage, clipped or not. Or write the report.
+
+    gspo show runs/demo
+
+    gspo show runs/demo --step 8 --eval
+
+    gspo show runs/demo --report""",
+)
+def show(
+    run: Folder,
+    step: Annotated[int | None, typer.Option(min=0, help="By default the last one.", show_default=False)] = None,
+    evaluated: Evaluated = False,
+    groups: Annotated[int, typer.Option(min=1, help="Groups shown at most.")] = 8,
+    report: Annotated[bool, typer.Option("--report", help="Write RUN/report.html: curves, verdicts, answers.")] = False,
+) -> None:
+    if report:
+        from gspo.view.report import write_report
+
+        typer.echo(f"report: {write_report(run)}")
+        return
+    from rich.console import Console
+
+    from gspo.view.show import show as printed
+
+    printed(run, step, evaluation=evaluated, groups=groups, out=Console())
+
+
+@app.command(
+    help="""Judge the recorded answers of a run again, by another reward, and compare. Nothing is written into the run.
+
+    gspo rescore runs/demo --reward judge.py:score
+
+    gspo rescore runs/demo --reward number --out scores.jsonl""",
+)
+def rescore(
+    run: Folder,
+    reward: Annotated[list[str], typer.Option(help="As `reward` in training; several are added.")],
+    evaluated: Evaluated = False,
+    out: Annotated[Path | None, typer.Option(help="Also write old and new rewards there, a line an answer.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer, as judging.timeout.")] = 10.0,
+) -> None:
+    machine.prepare()
+
+    from gspo.view.rescore import rescore as again
+
+    rules = [RewardRule(function=function) for function in reward]
+    for line in again(run, rules, Judging(timeout=timeout), evaluation=evaluated, out=out):
+        typer.echo(line)
+
+
+@app.command(
+    help="""Write a checkpoint as a folder that transformers and vLLM load. Nothing is written over.
+
+    gspo export runs/demo exported
+
+    gspo export runs/demo exported --checkpoint best --dtype bfloat16""",
+)
+def export(
+    run: Folder,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it must not exist.")],
+    checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "last",
+    dtype: Annotated[
+        Literal["same", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; same: as the checkpoint holds them, float32 as a rule."),
+    ] = "same",
+) -> None:
+    machine.prepare()
+
+    import torch
+
+    from gspo.export import export as written
+
+    kind = None if dtype == "same" else getattr(torch, dtype)
+    source = written(run, folder, checkpoint=checkpoint, dtype=kind)
+    typer.echo(f"exported {source} to {folder}")
 
 
 @app.command(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -22,6 +23,7 @@ from gspo import presets
 from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
 from gspo.sections import Conversation, Lora, Named, Section
+from gspo.trackers import table
 
 
 class Model(Section):
@@ -217,6 +219,12 @@ class PolicyEval(Eval):
     """End after so many evaluations in a row without a new best, or at one in which every answer passes; null: never before `steps`."""
 
 
+Trackers = Annotated[
+    tuple[Annotated[str, AfterValidator(table.check)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else () if value is None else value),
+]
+
+
 class Checkpoint(Section):
     """What is saved, and how long."""
 
@@ -264,6 +272,8 @@ class Run(Section):
     """Null but for an algorithm that takes its advantages from a critic, as ppo does."""
     eval: PolicyEval = PolicyEval()
     checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """Also give the journal's numbers to: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`). Several: `trackers=[tensorboard, wandb]`. None can stop, slow or change a run."""
 
     @field_validator("critic")
     @classmethod

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from gspo.config import Run
+from gspo.heartbeat import Heartbeat
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
@@ -40,6 +41,7 @@ class Console:
         self._seconds: list[float] = []
         self._crashed = False
         self._said: tuple[str, bool] | None = None
+        self.heartbeat = Heartbeat(self.say)
 
     def say(self, text: str) -> None:
         with suppress(BrokenPipeError):  # whoever read the lines has gone; the journal has them all

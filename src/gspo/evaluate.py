@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Evaluation:
     """Rows without any judged answer: in no mean, and counted here."""
     length: float
     """Mean policy tokens of an answer."""
+    groups: tuple[Group, ...] = field(default=(), repr=False)
+    """The answers, judged."""
 
 
 def evaluate(
@@ -92,10 +94,15 @@ def measure(
 ) -> dict[str, Evaluation]:
     """The evaluations that `settings` asks for, under the prefixes of their journal keys."""
     k, pass_at = settings.samples, settings.pass_at
-    found = {"eval": evaluate(engine, prompts, reward, samples=k, pass_at=pass_at, partner=partner)[0]}
+    found = {"eval": _recorded(*evaluate(engine, prompts, reward, samples=k, pass_at=pass_at, partner=partner))}
     if settings.greedy:
-        found["eval/greedy"] = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True, partner=partner)[0]
+        greedy = evaluate(engine, prompts, reward, pass_at=pass_at, greedy=True, partner=partner)
+        found["eval/greedy"] = _recorded(*greedy)
     return found
+
+
+def _recorded(found: Evaluation, groups: Sequence[Group]) -> Evaluation:
+    return replace(found, groups=tuple(groups))
 
 
 def normal_interval(values: np.ndarray) -> Interval:

@@ -15,32 +15,42 @@ from pathlib import Path
 from signal import Signals
 from typing import TypeVar
 
-from gspo.algorithms.bands import sized
-from gspo.algorithms.values import next_kl_coefficient
-from gspo.batch import Batch, Batches, make_batches
+from gspo.batch import Batch
 from gspo.config import Run
 from gspo.console import Console
-from gspo.credit import answer_kl
 from gspo.critic import Critic
 from gspo.drawing import Drawn, draw
 from gspo.drift import kl_to_start, sample_start
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
-from gspo.errors import DivergedError, OutOfMemoryError, RunError
+from gspo.errors import DivergedError, RunError
 from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
-from gspo.journal import Journal, Metrics, StepOutcome
-from gspo.learner import Learner, Objective, policy_objective
+from gspo.journal import Journal
+from gspo.learner import Learner
 from gspo.machine import give_pages_back
+from gspo.metrics import Metrics, StepOutcome
 from gspo.models.load import Policy
-from gspo.presets import Algorithm
 from gspo.rescue import Rescue
 from gspo.rollout import rollout
-from gspo.stats import Parity, UpdateStats, rollout_log_ratio
+from gspo.stats import UpdateStats
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Draw, Sampler
+from gspo.trackers.side import Trackers
 from gspo.types import Group
+from gspo.updates import Updates
+from gspo.view.report import report_of
+
+_DOING = {
+    "rollout": "answers are sampled and judged",
+    "old": "log-probabilities before the step are computed",
+    "update": "the weights are updated",
+    "critic": "the critic is updated",
+    "publish": "the engine takes the new weights",
+    "eval": "held-out prompts are answered and judged",
+}
+"""What is said of a phase that lasts."""
 
 T = TypeVar("T")
 
@@ -56,11 +66,11 @@ class Job:
     sampler: Sampler
     engine: LocalEngine
     learner: Learner
-    objective: Objective
     journal: Journal
     store: Store
     console: Console
     progress: Progress
+    trackers: Trackers
     critic: Critic | None = None
     rescue: Rescue | None = None
     """The guard; None with guard=off."""
@@ -68,23 +78,28 @@ class Job:
     """Answers of the starting policy, which the guard measures the distance from it with."""
     ahead: deque[Drawn] = field(default_factory=deque)
     """What was drawn for the steps to come, the next one first."""
+    updates: Updates = field(init=False)
     stop: Stop = field(default_factory=Stop)
     _seconds: dict[str, float] = field(default_factory=dict)
-    _row: Algorithm = field(init=False)
-    """The run's row, its band and KL coefficient those of the step at hand."""
-    _next_kl: float | None = None
-    """KL coefficient of the next step, if it is steered."""
     _drawn: Drawn = field(default_factory=lambda: Drawn([]))
     """What the step at hand was drawn with."""
-    _skipped: int = 0
-    _oversize: int = 0
     _saved: int | None = None
     _start: dict[str, Evaluation] = field(default_factory=dict)
     ended: str | None = None
     """Why the run is over before its last step."""
 
     def __post_init__(self) -> None:
-        self._row = self.run.algorithm
+        done = self.progress
+        self.updates = Updates(
+            run=self.run,
+            learner=self.learner,
+            critic=self.critic,
+            rescue=self.rescue,
+            console=self.console,
+            timed=self._timed,
+            max_tokens=done.max_tokens_per_microbatch,
+            next_kl=done.kl_coefficient,
+        )
 
     @property
     def stopped_by(self) -> Signals | None:
@@ -141,116 +156,20 @@ class Job:
             return work()
 
     def close(self) -> None:
-        """End the processes that the run has started."""
+        """End the processes that the run has started, and let others work in its folder."""
         self.inputs.close()
+        with self.console.heartbeat.at("the trackers take what is left"):
+            self.trackers.close()
+        self.store.close()
+        self.console.heartbeat.close()
+
+    def write_report(self) -> None:
+        """`report.html`, at the end."""
+        report_of(self.folder, self.console.say)
 
     def learn(self, groups: Sequence[Group]) -> tuple[list[Batch], list[UpdateStats]]:
-        """Annotate, then update with every batch, `algorithm.epochs` times over; so a critic of its own, afterwards.
-
-        Out of memory, it is tried again with smaller micro-batches. Their size changes no result but by rounding: updates
-        after the first keep the old log-probabilities of the larger ones. Raises RunError if a single answer does not fit.
-        """
-        batches: list[Batch] | None = None
-        done: list[UpdateStats] = []
-        while batches is None or len(done) < len(batches) * self.run.algorithm.epochs:
-            try:
-                if batches is None:
-                    batches = self._annotate(groups)
-                else:
-                    again, i = divmod(len(done), len(batches))
-                    stats = self._update(batches[i])
-                    done.append(
-                        replace(stats, parity=Parity()) if again else stats
-                    )  # it was measured in the first pass
-            except DivergedError as error:
-                self._rescued_from(error)
-                return batches or [], done
-            except OutOfMemoryError as error:
-                self._halve(groups, str(error))
-                # Until the first update the old pass can be done again, in the pieces of the training pass.
-                batches = self.learner.recut(self._batches(groups), batches) if done and batches else None
-        try:
-            return self._learn_values(groups, batches, done)
-        except DivergedError as error:
-            self._rescued_from(error)
-            return batches, done
-
-    def _rescued_from(self, error: DivergedError) -> None:
-        if self.rescue is None or not self.rescue.repairs:
-            raise error
-        self.rescue.after_divergence(error)
-
-    def _learn_values(
-        self, groups: Sequence[Group], batches: list[Batch], done: list[UpdateStats]
-    ) -> tuple[list[Batch], list[UpdateStats]]:
-        """The same updates of a critic of its own: returns are those of before the step, so its order with the policy's is no matter."""
-        if self.critic is None or self.critic.own is None:
-            return batches, done
-        learned: list[UpdateStats] = []
-        while len(learned) < len(done):
-            try:
-                with self._timed("critic"):
-                    learned.append(self.critic.learn(batches[len(learned) % len(batches)]))
-            except OutOfMemoryError as error:
-                self._halve(groups, str(error))
-                batches = self.learner.recut(self._batches(groups), batches)
-        return batches, [replace(stats, critic=own) for stats, own in zip(done, learned, strict=True)]
-
-    def _batches(self, groups: Sequence[Group]) -> Batches:
-        batches = make_batches(groups, self.run.algorithm, self._budget)
-        if batches.largest > max(self._budget, self._oversize):
-            self._oversize = batches.largest
-            self.console.say(
-                f"note: an answer makes {batches.largest} tokens with its prompt, more than a micro-batch's {self._budget}; it runs alone"
-            )
-        return batches
-
-    def _annotate(self, groups: Sequence[Group]) -> list[Batch]:
-        with self._timed("old"):
-            batches = self._batches(groups)
-            self._skipped = batches.skipped * self.run.algorithm.epochs
-            self._set_kl_coefficient()
-            annotated = self.learner.annotate(batches)
-            self._steer_kl(annotated)
-            if self._row.sizes_band:
-                self._row = sized(self._row, rollout_log_ratio(annotated))
-                self.objective = policy_objective(self._row)
-            return annotated
-
-    def _set_kl_coefficient(self) -> None:
-        """The row as it is configured, but for a KL coefficient that earlier steps have steered elsewhere."""
-        self._row = self.run.algorithm
-        if self.progress.kl_coefficient is not None:
-            self._row = self._row.model_copy(update={"kl_coefficient": self.progress.kl_coefficient})
-            self.learner.row = self._row
-
-    def _steer_kl(self, batches: Sequence[Batch]) -> None:
-        target = None if self.run.critic is None else self.run.critic.kl_target
-        if target is not None:
-            kl = [answer for b in batches if (kl_S := answer_kl(b, self._row)) is not None for answer in kl_S.tolist()]
-            self._next_kl = next_kl_coefficient(self._row.kl_coefficient, kl, target)
-
-    def _update(self, batch: Batch) -> UpdateStats:
-        with self._timed("update"):
-            return self.learner.update(batch, self.objective)
-
-    @property
-    def _budget(self) -> int:
-        return self.progress.max_tokens_per_microbatch or self.run.max_tokens_per_microbatch
-
-    def _halve(self, groups: Sequence[Group], words: str) -> None:
-        batches = make_batches(groups, self.run.algorithm, self._budget)
-        if not batches.divisible:
-            raise RunError(
-                f"out of memory ({words}) with one answer at a time, of up to {batches.largest} tokens with its prompt: "
-                "set model.gradient_checkpointing=true, shorten sampling.max_new_tokens, or use a machine with more memory"
-            )
-        budget = max(1, min(self._budget, batches.largest) // 2)
-        self.progress = replace(self.progress, max_tokens_per_microbatch=budget)
-        self.console.say(
-            f"out of memory ({words}) with micro-batches of up to {batches.largest} tokens: trying again with {budget}, from here on. "
-            f"To start so: max_tokens_per_microbatch={budget}"
-        )
+        """The step's batches and what their updates did."""
+        return self.updates.learn(groups)
 
     def publish(self, step: int) -> None:
         """Give the engine the new weights."""
@@ -262,15 +181,15 @@ class Job:
     ) -> Metrics:
         """Evaluate if it is due, then write and show the step."""
         evaluations = self._evaluations(step)
-        drift = kl_to_start(self.learner, self.start, self._budget) if "eval" in evaluations else None
+        drift = kl_to_start(self.learner, self.start, self.updates.budget) if "eval" in evaluations else None
         outcome = StepOutcome(
             step=step,
-            row=self._row,
+            row=self.updates.row,
             groups=groups,
             replaced=self._drawn.replaced,
             passed_over=self._drawn.skipped,
             batches=batches,
-            skipped=self._skipped,
+            skipped=self.updates.skipped,
             updates=updates,
             change=self.learner.change(),
             evaluations=evaluations,
@@ -291,7 +210,8 @@ class Job:
             position=self.sampler.position,
             last_reward=last,
             ahead=len(self.ahead),
-            kl_coefficient=self._next_kl,
+            kl_coefficient=self.updates.next_kl,
+            max_tokens_per_microbatch=self.updates.max_tokens,
             seen=self.sampler.seen,
         )
         return metrics
@@ -353,16 +273,17 @@ class Job:
     def _save(self) -> None:
         if self.rescue is not None:
             self.progress = replace(self.progress, guard=self.rescue.at_save(self.progress.step))
-        self.store.save(
-            self.progress,
-            model=self.policy.model,
-            tokenizer=self.policy.tokenizer,
-            weights=self.learner.master_weights(),
-            moments=self.learner.moments(),
-            # A step that failed may have sampled more, which the position in the data does not know of.
-            ahead=list(self.ahead)[: self.progress.ahead],
-            critic=None if self.critic is None else self.critic.state(),
-        )
+        with self.console.heartbeat.at(f"the checkpoint of step {self.progress.step} is written"):
+            self.store.save(
+                self.progress,
+                model=self.policy.model,
+                tokenizer=self.policy.tokenizer,
+                weights=self.learner.master_weights(),
+                moments=self.learner.moments(),
+                # A step that failed may have sampled more, which the position in the data does not know of.
+                ahead=list(self.ahead)[: self.progress.ahead],
+                critic=None if self.critic is None else self.critic.state(),
+            )
         self._saved = self.progress.step
         self.store.settle(self.progress)
 
@@ -403,7 +324,8 @@ class Job:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.console.heartbeat.at(f"step {self.progress.step + 1}, {_DOING[phase]}"):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def stopping_on_signals(self) -> AbstractContextManager[None]:

@@ -30,12 +30,10 @@ from gspo.models.heads import trained_logprobs
 from gspo.models.lora import Reference, named_weights
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.models.values import ValueHead
-from gspo.objectives import Objective, Read, policy_objective, value_term
+from gspo.objectives import Objective, Read, value_term
 from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
-
-__all__ = ["Learner", "Objective", "cast", "policy_objective", "schedule"]
 
 
 @dataclass

@@ -47,6 +47,7 @@ def train(job: Job) -> Result:
             job.act()
             job.save_if_due(metrics)
         job.save_if_stopped()
+        job.write_report()
     return Result(
         folder=job.folder,
         step=job.progress.step,

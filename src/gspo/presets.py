@@ -96,10 +96,8 @@ class Algorithm(BaseModel):
     routing: Literal["off", "old", "rollout"] = "off"
     """Experts of a mixture-of-experts model in every pass of the trainer but the reference's. off: its own choice; old:
     that of the policy before the step (Routing Replay, arXiv 2507.18071 section 5.3; R2); rollout: the engine's (R3, arXiv 2510.11370)."""
-
     load_balance: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss of a mixture-of-experts model, over every token of an update; 0 is off, whatever the checkpoint says."""
-
     resample: int = Field(default=0, ge=0)
     """Rounds, at most, in which prompts whose answers carry no signal are replaced by new ones before a step is trained on (DAPO's dynamic sampling); 0 is off."""
     updates_per_step: int = Field(default=4, ge=1)
@@ -120,7 +118,6 @@ class Algorithm(BaseModel):
     def _check(self) -> Self:
         _check_name(self)
         _check_gate(self)
-        _check_dual_clip(self)
         _check_auto(self)
         _check_kl(self)
         _check_correction(self)
@@ -202,9 +199,6 @@ def _check_gate(row: Algorithm) -> None:
     numbers = _SOFT_NUMBERS.get(row.gate)
     if numbers and not len(row.soft_positive or ()) == len(row.soft_negative or ()) == numbers:
         raise ValueError(f"gate={row.gate} needs {numbers} number(s) in each of soft_positive and soft_negative")
-
-
-def _check_dual_clip(row: Algorithm) -> None:
     if row.gate == "clip" and row.weight_cap is not None and row.weight_cap <= 1:
         raise ValueError(
             f"weight_cap={row.weight_cap:g} with gate=clip bounds the ratio of answers that were worse than the others, "

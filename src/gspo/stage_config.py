@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling
+from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Trackers
 from gspo.sections import Section
 
 
@@ -73,6 +73,8 @@ class Sft(Section):
     optimizer: SftOptimizer = SftOptimizer()
     eval: SftEval = SftEval()
     checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """As in `gspo train`: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`)."""
 
     @model_validator(mode="after")
     def _check(self) -> Sft:
@@ -135,6 +137,8 @@ class RewardRun(Section):
     optimizer: RewardOptimizer = RewardOptimizer()
     eval: HeldOut = HeldOut()
     checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """As in `gspo train`: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`)."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardRun:

@@ -24,8 +24,10 @@ from gspo.ahead import write_ahead
 from gspo.drawing import Drawn
 from gspo.errors import InputError, RunError
 from gspo.guard import State, read_state
+from gspo.lock import Lock
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
+from gspo.seal import require_whole, seal
 from gspo.stage_config import AnyRun
 from gspo.tasks.sampler import Seen
 
@@ -33,6 +35,9 @@ FORMAT = 1
 """Version of the layout of a checkpoint folder."""
 CRITIC, CRITIC_MOMENTS = "critic.safetensors", "critic-optimizer.safetensors"
 """A critic's weights, and the state of its optimizer if it has one of its own."""
+_SETTINGS = "settings.yaml"
+"""In a checkpoint: run.yaml as it was when the checkpoint was written. By that name a folder would be a run's."""
+_MAY_CHANGE = ("steps", "dir", "trackers")
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,18 @@ class CriticState:
 
 
 class Store:
-    """The `checkpoints/` folder of a run."""
+    """The `checkpoints/` folder of a run, and the right to write in it."""
 
     def __init__(self, folder: Path, keep: int) -> None:
+        """Raises InputError if another process works on this run, or the folder cannot be written to."""
         self._run = folder
         self._folder = folder / "checkpoints"
         self._keep = keep
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be written to ({error.strerror}): a run needs its folder") from error
+        self._lock = Lock(folder)
         for draft in self._folder.glob(".draft-*"):  # of a run that was killed while it saved
             shutil.rmtree(draft)
 
@@ -101,11 +111,14 @@ class Store:
         """Write checkpoints/<step>: weights as transformers loads them (of an adapter, it alone, as peft does), moments,
         progress, critic, and what was drawn ahead.
 
-        Raises RunError if the disk refuses; earlier checkpoints stay.
+        Raises RunError if the disk refuses, or has too little room; earlier checkpoints stay.
         """
+        need = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
         final = self._folder / f"{progress.step:08d}"
         draft = self._folder / f".draft-{progress.step:08d}"
         shutil.rmtree(draft, ignore_errors=True)
+        if need > shutil.disk_usage(self._folder).free:  # before an hour's writing, and before it is full
+            raise RunError(self._no_room(final, "no room", need))
         try:
             draft.mkdir()
             _write_weights(draft, model, weights)
@@ -116,9 +129,11 @@ class Store:
                 save_file(critic.moments, draft / CRITIC_MOMENTS)
             if ahead:
                 write_ahead(draft, ahead)
+            shutil.copyfile(self._run / "run.yaml", draft / _SETTINGS)
             (draft / "state.json").write_text(
                 json.dumps({"format": FORMAT, **asdict(progress)}, indent=1, allow_nan=False)
             )
+            seal(draft)
             _sync(draft)
             if final.exists():
                 shutil.rmtree(final)
@@ -126,11 +141,19 @@ class Store:
             _sync_folder(self._folder)
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(draft, ignore_errors=True)
-            free = shutil.disk_usage(self._folder).free
-            raise RunError(
-                f"{final} could not be written ({error}); {free / 1e9:.2f} GB are free. Earlier checkpoints are untouched"
-            ) from error
+            raise RunError(self._no_room(final, str(error), need)) from error
         return final
+
+    def _no_room(self, final: Path, why: str, need: int) -> str:
+        free = shutil.disk_usage(self._folder).free
+        return (
+            f"{final} could not be written ({why}): a checkpoint needs {_size(need)}, and {_size(free)} are free. Earlier checkpoints "
+            f"are untouched: make room, then go on from the last one with --resume {self._run}"
+        )
+
+    def close(self) -> None:
+        """Let others work on this run."""
+        self._lock.close()
 
     def settle(self, progress: Progress) -> None:
         """Point `best` at the best checkpoint, then remove all others but the newest `keep` and the one that the guard would go back to.
@@ -200,7 +223,32 @@ def read_checkpoint(checkpoint: Path, folder: Path) -> Saved:
     critic = None
     if (checkpoint / CRITIC).is_file():
         critic = CriticState(_moments(checkpoint / CRITIC), _moments(checkpoint / CRITIC_MOMENTS))
+    require_whole(checkpoint)
+    _require_same_settings(folder, checkpoint)
     return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder), critic)
+
+
+def _require_same_settings(folder: Path, checkpoint: Path) -> None:
+    """Raise InputError for a key of run.yaml that was changed since the checkpoint was written."""
+    if not (checkpoint / _SETTINGS).is_file():
+        return
+    then, now = (_flat(yaml.safe_load(path.read_text())) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
+    for key in {**then, **now}:
+        if key not in _MAY_CHANGE and then.get(key) != now.get(key):
+            raise InputError(
+                f"{folder / 'run.yaml'}: {key} is {now.get(key)!r}, and was {then.get(key)!r} when {checkpoint} was written: put it back, or start "
+                "a new run. Only steps can be changed"
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}{name}.").items()}
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def read_about(folder: Path) -> dict[str, Any]:

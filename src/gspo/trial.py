@@ -24,8 +24,9 @@ from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.errors import OutOfMemoryError
 from gspo.inputs import Inputs
-from gspo.learner import Learner, policy_objective
+from gspo.learner import Learner
 from gspo.models.load import Policy
+from gspo.objectives import policy_objective
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt, Reward
 

@@ -21,11 +21,12 @@ from gspo.engines.engine import Next, Over, Turn
 from gspo.engines.lines import Line, segments
 from gspo.engines.local import LocalEngine
 from gspo.engines.streams import uniforms
-from gspo.learner import Learner, policy_objective
+from gspo.learner import Learner
 from gspo.models.attention import Packed
 from gspo.models.heads import next_logits, trained_logprobs
 from gspo.models.load import Policy
 from gspo.models.routing import Routed, Routing, routers_of
+from gspo.objectives import policy_objective
 from gspo.types import Group, Reward, Rollout, Segment, Stop
 
 STOPS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)

@@ -19,10 +19,11 @@ from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
 from gspo.engines.rounding import rounded
 from gspo.errors import InputError
-from gspo.learner import Learner, cast, policy_objective
+from gspo.learner import Learner, cast
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
 from gspo.models.packing import PackedWeights
+from gspo.objectives import policy_objective
 from gspo.presets import PRESETS
 from gspo.types import Group, Prompt, Reward
 

@@ -430,6 +430,8 @@ def test_the_processes_of_the_reward_end_with_the_run_and_with_a_refusal(tmp_pat
     tree = {"dir": str(folder), "threads": 1, **SORT, "steps": 2, "judging": {"workers": 2}, **keys}
     job = build(settings.check_as(Sft, {**tree, "model": {"name": "random-dense", "dtype": "float32"}}, "test"))
     assert tune(job).gains["reward"].last is not None
+    assert {path.name for path in (job.folder / "rollouts").iterdir()} >= {"eval-00000000.jsonl.gz"}
+    assert "held out" in (job.folder / "report.html").read_text()
     assert all_gone(judging_of(pids)), "while the job is still held"
     pids.unlink()
     longer = resumed_run(Sft, folder, ["steps=3"])

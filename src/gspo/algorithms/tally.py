@@ -61,6 +61,9 @@ class Tally:
     """Of `values`, those whose gradient the clip of the value loss took."""
     value_loss: float = 0.0
     """Of the update, without a coefficient."""
+    lost_S: tuple[float | None, ...] = ()
+    """Of each row, the share of its tokens with a non-zero advantage that were lost; None if it has none. `+` puts the
+    rows of one behind those of the other."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -113,7 +116,7 @@ def _deviation(total: float, square: float, count: int) -> float:
 
 @torch.no_grad()
 def tally(inputs: PolicyInputs, *, token_log_ratio_N: Tensor, lost_N: Tensor, dropped_N: Tensor) -> Tally:
-    """The Tally of one micro-batch. Two copies to the host, so two waits for a GPU."""
+    """The Tally of one micro-batch. Three copies to the host, so three waits for a GPU."""
 
     def rows(x_N: Tensor) -> Tensor:
         return segment_sum(x_N.double(), inputs.sequence_N, inputs.sequences)
@@ -138,7 +141,14 @@ def tally(inputs: PolicyInputs, *, token_log_ratio_N: Tensor, lost_N: Tensor, dr
         "log_ratio_tokens_square": log_N.square(),
         "kl_sum": kl_N,
     }
-    return Tally(all_tokens=len(log_N), kl_tokens=len(kl_N), **_totals(counts), **_totals(sums))
+    shares = (lost_S / active_S).tolist()  # 0/0, and so not a number, where nothing was active
+    return Tally(
+        all_tokens=len(log_N),
+        kl_tokens=len(kl_N),
+        lost_S=tuple(None if math.isnan(share) else share for share in shares),
+        **_totals(counts),
+        **_totals(sums),
+    )
 
 
 def _sides(of: str, lost: Tensor, advantage: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:

@@ -150,7 +150,8 @@ class Place:
         draft.replace(self.file)
         for heavy in ("rollouts", "checkpoints"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
-        (self.folder / "best").unlink(missing_ok=True)
+        for light in ("best", "report.html"):
+            (self.folder / light).unlink(missing_ok=True)
         return record
 
     def _gaps(self) -> Mapping[str, float] | None:

@@ -28,8 +28,8 @@ from gspo.batch import Batch, Microbatch
 from gspo.build import build
 from gspo.lab.arms import GAPS
 from gspo.lab.outcome import CONTROL, ON_POLICY, TOKEN
-from gspo.learner import Objective, policy_objective
 from gspo.loop import train
+from gspo.objectives import Objective, policy_objective
 
 _SEQUENCE, _TOKEN_RATIO = "gspo", "grpo"
 
@@ -81,8 +81,8 @@ def main(words: Sequence[str]) -> None:
     run = settings.load(words[0], list(words[1:]))
     job = build(run)
     rows = {name: policy_objective(row) for name, row in presets.PRESETS.items()}
-    comparison = Comparison(job.objective, rows, list(job.learner.masters.values()))
-    job.objective = comparison
+    comparison = Comparison(job.updates.objective, rows, list(job.learner.masters.values()))
+    job.updates.objective = comparison
     result = train(job)
     (result.folder / GAPS).write_text(json.dumps(dict(comparison.gaps), indent=1))
     if result.signal is not None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gspo.journal import Metrics, read
+from gspo.journal import read
 from gspo.lab.line import FEW, TRUE, Cost, Line
+from gspo.metrics import Metrics
 from gspo.view.svg import Series, chart, standalone
 
 LEARNED = "reward/reward_model/mean"

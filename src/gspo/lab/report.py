@@ -5,8 +5,7 @@ In: summaries with their experiments, and the records of all arms. Out: the text
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import median
 
@@ -15,27 +14,16 @@ from gspo.lab.experiment import Experiment
 from gspo.lab.outcome import MEASURES, Curves, Measure, trailing
 from gspo.lab.rules import OPPOSITE, SEEN, Key, Results, UndecidedError, best, spread
 from gspo.lab.summary import ArmNumbers, Summary, tally
+from gspo.view.html import document, prose, table
 from gspo.view.svg import Series, chart, legend
 
 _SMOOTH = 5
 """Steps that a drawn reward is the mean of."""
 
 _STYLE = """
-:root{--ink:#1d2733;--soft:#5b6770;--line:#dfe4e8;--seen:#1d7a46;--not:#7a6212;--opp:#a52a3d}
-body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:var(--ink);margin:0 auto;max-width:1020px;padding:28px 24px 80px}
-h1{font-size:25px;margin:0 0 4px}h2{font-size:20px;margin:52px 0 4px;padding-top:14px;border-top:2px solid var(--ink)}
-h3{font-size:15px;margin:26px 0 2px}p{margin:6px 0 10px}.soft,small{color:var(--soft)}a{color:#1f6fb4}
-code{font:12.5px ui-monospace,"DejaVu Sans Mono",monospace;background:#f2f4f6;padding:1px 4px;border-radius:3px;overflow-wrap:anywhere}
-table{border-collapse:collapse;width:100%;font-size:13px;margin:8px 0 14px}th{font-weight:600;text-align:left;border-bottom:1.5px solid var(--ink);padding:4px 8px 4px 0;vertical-align:bottom}
-td{border-bottom:1px solid var(--line);padding:4px 8px 4px 0;vertical-align:top;font-variant-numeric:tabular-nums}
 .word{font-weight:600;white-space:nowrap}.seen{color:var(--seen)}.not{color:var(--not)}.opposite,.failed{color:var(--opp)}
 .finding{border-left:4px solid var(--line);padding:2px 0 2px 12px;margin:10px 0}.finding.seen{border-color:var(--seen)}.finding.not{border-color:#d9b84a}.finding.opposite{border-color:var(--opp)}
 .finding p{margin:2px 0;color:var(--ink)}.finding small{display:block}
-.charts{display:grid;grid-template-columns:repeat(2,1fr);gap:6px 22px}.charts svg{width:100%;height:auto}
-svg text{font:11px system-ui,"DejaVu Sans",sans-serif;fill:var(--soft)}svg .title{font-size:12.5px;font-weight:600;fill:var(--ink)}svg .grid{stroke:#e8ecef}
-.legend{margin:4px 0 2px;font-size:13px}.legend span{margin-right:18px;white-space:nowrap}.key{width:30px;height:8px;margin-right:6px;vertical-align:middle}
-details{margin:8px 0}summary{cursor:pointer}.wide{overflow-x:auto}
-@media(max-width:720px){.charts{grid-template-columns:1fr}}
 """
 
 
@@ -44,14 +32,14 @@ def page(chapters: Sequence[tuple[Summary, Experiment]], records: Sequence[Recor
     summaries = [summary for summary, _ in chapters]
     by_id = {record.id: record for record in records}
     body = "".join(_chapter(summary, experiment, by_id) for summary, experiment in chapters)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>gspo lab</title><style>{_STYLE}</style></head><body>"
+    return document(
+        "gspo lab",
         f"<h1>gspo lab: the paper's claims, re-run at small scale</h1>"
         f'<p class="soft">The paper is GSPO, arXiv 2507.18071. Claims are judged by rules that stood in the code before the runs. '
         f"Models of a few hundred thousand weights, one task: what is not seen here may be true of large models, and what is seen "
         f"here need not be. {tally(summaries)}.</p>"
-        f"{_overview(summaries)}{body}{_appendix(summaries, chapters, records)}</body></html>\n"
+        f"{_overview(summaries)}{body}{_appendix(summaries, chapters, records)}",
+        _STYLE,
     )
 
 
@@ -60,18 +48,8 @@ def _kind(word: str) -> str:
     return kinds.get(word, "not")
 
 
-def _prose(text: str) -> str:
-    """Words between backticks are code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
 def _word(word: str) -> str:
     return f'<span class="word {_kind(word)}">{escape(word)}</span>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{"".join(f"<th>{h}</th>" for h in head)}</tr>{cells}</table></div>'
 
 
 def _overview(summaries: Sequence[Summary]) -> str:
@@ -79,8 +57,8 @@ def _overview(summaries: Sequence[Summary]) -> str:
     for s in summaries:
         for i, d in enumerate(s.findings):
             name = f'<a href="#{s.name}">{s.name}</a>' if i == 0 else ""
-            rows.append((name, _prose(d.claim), escape(d.source), _word(d.word), escape(f"{d.numbers}; {s.seeds_run}")))
-    return _table(("experiment", "claim", "made in", "result", "numbers"), rows)
+            rows.append((name, prose(d.claim), escape(d.source), _word(d.word), escape(f"{d.numbers}; {s.seeds_run}")))
+    return table(("experiment", "claim", "made in", "result", "numbers"), rows)
 
 
 def _chapter(summary: Summary, experiment: Experiment, records: Mapping[str, Record]) -> str:
@@ -94,7 +72,7 @@ def _chapter(summary: Summary, experiment: Experiment, records: Mapping[str, Rec
     failed = "".join(f'<p class="failed">Failed: {escape(text)}</p>' for text in summary.failed)
     return (
         f'<h2 id="{summary.name}">{escape(summary.name)}: {escape(summary.title)}</h2>'
-        f"<p>{_prose(summary.about)}</p>{_findings(summary)}{failed}"
+        f"<p>{prose(summary.about)}</p>{_findings(summary)}{failed}"
         f"{_contest(summary, experiment, curves)}"
         f"{''.join(_setting(setting, summary, curves) for setting in settings)}"
         f'<p class="soft">Protocol: <code>{escape(summary.command)}</code>, {len(trials)} runs, ended {summary.ended}, '
@@ -104,8 +82,8 @@ def _chapter(summary: Summary, experiment: Experiment, records: Mapping[str, Rec
 
 def _findings(summary: Summary) -> str:
     return "".join(
-        f'<div class="finding {_kind(d.word)}"><p>{_prose(d.claim)} <small>({escape(d.source)})</small></p>'
-        f"<p>{_word(d.word)} {escape(d.numbers)}.</p><small>Rule's threshold: {_prose(d.why)}.</small></div>"
+        f'<div class="finding {_kind(d.word)}"><p>{prose(d.claim)} <small>({escape(d.source)})</small></p>'
+        f"<p>{_word(d.word)} {escape(d.numbers)}.</p><small>Rule's threshold: {prose(d.why)}.</small></div>"
         for d in summary.findings
     )
 
@@ -203,7 +181,7 @@ def _arms(arms: Sequence[ArmNumbers]) -> str:
         cells = [spread(values, form) if (values := arm.all(m)) else "–" for m, (_, form) in present.items()]
         collapsed = sum(o.collapsed for o in arm.outcomes)
         rows.append((escape(arm.name), str(len(arm.seeds)), *cells, f"{collapsed} of {len(arm.outcomes)}"))
-    return _table(("arm", "seeds", *(label for label, _ in present.values()), "collapsed"), rows)
+    return table(("arm", "seeds", *(label for label, _ in present.values()), "collapsed"), rows)
 
 
 def _gaps(arm: ArmNumbers) -> str:
@@ -211,7 +189,7 @@ def _gaps(arm: ArmNumbers) -> str:
     if not names:
         return ""
     rows = [(escape(name), f"{max(o.gaps[name] for o in arm.outcomes if name in o.gaps):.1e}") for name in names]
-    return _table(("gradients compared with GSPO's", "largest relative distance"), rows)
+    return table(("gradients compared with GSPO's", "largest relative distance"), rows)
 
 
 def _appendix(
@@ -231,5 +209,5 @@ def _appendix(
     return (
         f'<h2 id="appendix">Appendix: every arm that was run</h2><p>In the order in which they ended: {len(records)} in all, '
         f"{sum(r.status == 'failed' for r in records)} failed. An arm that two experiments share stands once. <i>none now</i>: its settings, "
-        f"or the model's weights, are no longer those of a protocol.</p>{_table(head, rows)}"
+        f"or the model's weights, are no longer those of a protocol.</p>{table(head, rows)}"
     )

@@ -3,143 +3,43 @@
 In: the numbers of three pipes and a limit of memory. Out: one line of JSON for each answer, as soon as it is judged.
 `runner.py` starts it. JSON, since a reply comes from where other people's code has run and must not be unpickled.
 
-It is two processes. The first, the *warden*, runs no function: it adopts whatever the second and its children leave
-behind, and ends them all when it is told to, when the second ends, and when the trainer dies.
+It is two processes: `warden.py` sees to it that nothing outlives the second.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import io
 import json
 import os
 import pickle
 import resource
-import select
-import signal
 import struct
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from gspo.rewards import call
 from gspo.rewards.call import Call, FromFile, Item
+from gspo.warden import guard
 
 if TYPE_CHECKING:
     import asyncio  # which takes as long to import as all else here, and few functions need it
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ERROR_LENGTH = 4000
 """Characters of a traceback that are sent: the end, where the cause stands."""
 _OURS = (__file__, call.__file__)
 """Files whose frames lead to the function, and tell its author nothing."""
 
 
-# ------------------------------------------------------------------------------ the warden
-
-
-def guard(requests: int, replies: int, life: int, memory: int) -> int:
-    """Fork the worker, and see to it that nothing outlives it. Returns what the trainer reads as its exit code."""
-    told: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler: it wakes the select
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    parent, warden = os.getppid(), os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        for descriptor in (life, woken, wake):
-            os.close(descriptor)
-        _work(requests, replies, memory, warden)
-        os._exit(0)
-    os.close(requests)
-    os.close(replies)
-    ended: int | None = None
-    while ended is None and not told and os.getppid() == parent:
-        readable, _, _ = select.select([life, woken], [], [], 1.0)
-        if life in readable:  # nobody ever writes to it: it is closed, so the trainer has gone
-            break
-        if woken in readable:
-            os.read(woken, 4096)
-        ended = _reap(worker)
-    _end_all(worker)
-    return 0 if ended is None else ended
-
-
-def _reap(worker: int) -> int | None:
-    """Collect what has ended; the exit code of the worker if it is among it, 128 + its number for a signal."""
-    code = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if pid == 0:
-            return code
-        if pid == worker:
-            code = os.waitstatus_to_exitcode(status)
-            code = 128 - code if code < 0 else code
-
-
-def _end_all(worker: int) -> None:
-    """Kill every descendant. The orphans of the killed come to the warden, until there are none."""
-    while True:
-        _kill(lambda: os.killpg(worker, signal.SIGKILL))  # at once, so that a fork cannot outrun it
-        for pid in _children():
-            _kill(lambda pid=pid: os.kill(pid, signal.SIGKILL))  # type: ignore[misc]
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _kill(kill: Callable[[], None]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill()
-
-
-def _children() -> list[int]:
-    """Processes whose parent is this one. Only Linux gives orphans to a warden; elsewhere the group has to do."""
-    found = []
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-            except OSError:  # it has ended
-                continue
-            found += [int(entry)] if parent == os.getpid() else []
-    return found
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 # ------------------------------------------------------------------------------ the worker
 
 
-def _work(requests: int, replies: int, memory: int, warden: int) -> None:
-    os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != warden:  # it died before it could be watched
-        os._exit(1)
+def _work(requests: int, replies: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -283,4 +183,5 @@ def _write(replies: int, line: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(*map(int, sys.argv[1:])))
+    requests, replies, life, memory = map(int, sys.argv[1:])
+    sys.exit(guard(lambda: _work(requests, replies, memory), life, theirs=(requests, replies)))

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from gspo.algorithms.losses import Tally
 from gspo.algorithms.preferences import preference_loss
 from gspo.batch import Batch, Microbatch, answers_batch
-from gspo.journal import Metrics
-from gspo.learner import Learner, Objective
+from gspo.learner import Learner
 from gspo.machine import give_pages_back
+from gspo.metrics import Metrics
 from gspo.models.attention import Packed
 from gspo.models.routing import Routed, Routing
 from gspo.models.scorer import trained_scores
-from gspo.objectives import Read
+from gspo.objectives import Objective, Read
 from gspo.stage_config import RewardRun
 from gspo.stages.calibration import reliability, write_calibration
 from gspo.stages.stage import Stage

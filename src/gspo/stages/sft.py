@@ -18,8 +18,9 @@ from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, Microbatch, answers_batch
 from gspo.engines.local import LocalEngine
 from gspo.evaluate import measure
-from gspo.journal import Metrics, evaluation_metrics
+from gspo.journal import write_evaluations, writing
 from gspo.machine import give_pages_back
+from gspo.metrics import Metrics, evaluation_metrics
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
 from gspo.stage_config import Sft
@@ -75,9 +76,10 @@ class SftJob(Stage):
     engine: LocalEngine | None
 
     def close(self) -> None:
-        """End the processes of the reward functions."""
+        """End the processes of the reward functions too."""
         if self.pool is not None:
             self.pool.close()
+        super().close()
 
     def batch(self, draws: Sequence[Draw]) -> Batch:
         return answers_batch(grouped([(draw.ordinal, self.answers[draw.prompt.row]) for draw in draws]), self.budget)
@@ -95,7 +97,12 @@ class SftJob(Stage):
         if self.engine is not None and self.reward is not None:
             self.engine.load(self.learner.weights(), version=self.progress.step)
             prompts = [each.asked for each in self.held_out]
-            for prefix, evaluation in measure(self.engine, prompts, self.reward, self.run.eval).items():
+            evaluations = measure(self.engine, prompts, self.reward, self.run.eval)
+            rollouts = self.folder / "rollouts"
+            with writing(rollouts, self.progress.step):
+                rollouts.mkdir(exist_ok=True)
+                write_evaluations(rollouts, self.progress.step, evaluations)
+            for prefix, evaluation in evaluations.items():
                 found |= evaluation_metrics(prefix, evaluation)
             for notice in self.reward.notices():
                 self.console.say(f"note: {notice}")

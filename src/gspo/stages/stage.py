@@ -19,14 +19,17 @@ from typing import Any, ClassVar
 from gspo.batch import Batch
 from gspo.console import Console, duration, sparkline
 from gspo.errors import OutOfMemoryError, RunError
-from gspo.journal import FORMAT, Lines, Metrics
+from gspo.journal import Lines
 from gspo.learner import Learner
+from gspo.metrics import FORMAT, Metrics
 from gspo.models.load import Policy
 from gspo.stage_config import AnyStage
 from gspo.stats import UpdateStats
 from gspo.stopping import Stop
 from gspo.store import Progress, Store
 from gspo.tasks.sampler import Draw, Sampler
+from gspo.trackers.side import Trackers
+from gspo.view.report import report_of
 
 _LINES = 40
 """About as many lines a run has on the terminal, beside those of its evaluations."""
@@ -77,6 +80,7 @@ def tune(stage: Stage) -> Result:
             metrics = stage.record(step, stats)
             stage.save_if_due(metrics)
         stage.save_if_stopped()
+        report_of(stage.folder, stage.console.say)
     lines = stage.lines.read()
     gains = {
         key: Gain(name, form, _latest(lines[:1], f"eval/start/{key}"), _latest(lines, f"eval/{key}"))
@@ -106,6 +110,7 @@ class Parts:
     store: Store
     console: Console
     progress: Progress
+    trackers: Trackers
     best_loss: float | None = None
     """Lowest loss on held-out rows so far."""
 
@@ -145,7 +150,11 @@ class Stage(Parts, ABC):
         """An evaluation in words."""
 
     def close(self) -> None:
-        """End what the run has started; most have nothing."""
+        """End the processes that the run has started, and let others work in its folder."""
+        with self.console.heartbeat.at("the trackers take what is left"):
+            self.trackers.close()
+        self.store.close()
+        self.console.heartbeat.close()
 
     # -------------------------------------------------------------------------- steps
 
@@ -279,18 +288,20 @@ class Stage(Parts, ABC):
             self._save()
 
     def _save(self) -> None:
-        self.store.save(
-            self.progress,
-            model=self.policy.model,
-            tokenizer=self.policy.tokenizer,
-            weights=self.learner.master_weights(),
-            moments=self.learner.moments(),
-        )
+        with self.console.heartbeat.at(f"the checkpoint of step {self.progress.step} is written"):
+            self.store.save(
+                self.progress,
+                model=self.policy.model,
+                tokenizer=self.policy.tokenizer,
+                weights=self.learner.master_weights(),
+                moments=self.learner.moments(),
+            )
         self._saved = self.progress.step
         self.store.settle(self.progress)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.console.heartbeat.at(f"step {self.progress.step + 1}, {phase}"):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,14 +18,17 @@ from gspo.build import about, go_on, new_folder, open_policy, require_same_data,
 from gspo.console import Console
 from gspo.errors import InputError
 from gspo.inputs import Row
-from gspo.journal import Lines, Metrics
+from gspo.journal import Lines
 from gspo.learner import Learner
+from gspo.metrics import Metrics
 from gspo.models.load import Policy
 from gspo.stage_config import AnyStage
 from gspo.stages.stage import Parts
 from gspo.store import Store
 from gspo.tasks.data import Check, Rows, held_out_rows, read_rows
 from gspo.tasks.sampler import Sampler
+from gspo.trackers import table
+from gspo.trackers.side import Trackers
 from gspo.types import Prompt
 
 
@@ -64,7 +68,8 @@ NOTHING_HELD_OUT = (
 
 
 def opened(run: AnyStage, resume: Path | None) -> tuple[Path, store.Saved | None]:
-    """The folder of the run, and what it goes on from."""
+    """The folder of the run, and what it goes on from. Raises InputError for a tracker that is not installed."""
+    table.require(run.trackers)
     return resume or new_folder(run), store.read_saved(resume) if resume else None
 
 
@@ -118,14 +123,17 @@ def parts(
         total_updates=run.steps,
         compute_dtype=policy.compute_dtype,
     )
-    progress = (
-        start(run, folder, about(run, policy, ready.threads, inputs.sha256))
-        if saved is None
-        else go_on(run, learner, saved, console)
-    )
-    checkpoints = Store(folder, run.checkpoint.keep)
-    checkpoints.settle(progress)
-    lines = Lines(folder, after=progress.step)
+    with ExitStack() as undo:  # the folder is let go again if anything below fails
+        checkpoints = Store(folder, run.checkpoint.keep)
+        undo.callback(checkpoints.close)
+        progress = (
+            start(run, folder, about(run, policy, ready.threads, inputs.sha256))
+            if saved is None
+            else go_on(run, learner, saved, console)
+        )
+        checkpoints.settle(progress)
+        lines = Lines(folder, after=progress.step)
+        undo.pop_all()
     return Parts(
         run=run,
         steps_in_all=run.steps,
@@ -138,6 +146,7 @@ def parts(
         store=checkpoints,
         console=console,
         progress=progress,
+        trackers=Trackers(run.trackers, folder, after=progress.step, say=console.say),
         best_loss=_lowest(lines.read()),
     )
 

@@ -1,6 +1,6 @@
 """Curves as SVG text, so that a report is one file that opens anywhere.
 
-In: series of numbers. Out: an `<svg>` element. The lab's reports and the stages call it. The few marks that they need are drawn here;
+In: series of numbers. Out: an `<svg>` element. The reports of runs and of the lab call it. The few marks that they need are drawn here;
 with a plotting library each chart would bring fonts and paths of a hundred kilobytes, and the report a dependency.
 """
 

@@ -1,0 +1,64 @@
+"""What is legal but worth knowing of a run before it starts.
+
+In: its configuration and inputs. Out: sentences. `build` says them once, `check` shows them.
+"""
+
+from __future__ import annotations
+
+from gspo import presets
+from gspo.config import Run
+from gspo.errors import InputError
+from gspo.inputs import Inputs
+
+
+def advice(run: Run, inputs: Inputs) -> list[str]:
+    """What is legal but worth knowing, each in a sentence to be said once at the start."""
+    return [
+        *presets.advice(run.algorithm),
+        *_sampling_advice(run),
+        *_staleness_advice(run),
+        *_evaluation_advice(run, inputs),
+    ]
+
+
+def _staleness_advice(run: Run) -> list[str]:
+    """Which policy the ratio is taken to when that which wrote the answers is an older one."""
+    lag, row = run.max_staleness, run.algorithm
+    if not lag:
+        return []
+    said = f"max_staleness={lag}: a step trains on answers written by the weights of {lag} steps before, the first {lag + 1} steps on those of the start. "
+    if row.anchor == "rollout":
+        return [
+            said
+            + "anchor=rollout: the ratio is to the policy that wrote the answers, so the clip band bounds the lag as well as the step."
+        ]
+    weighed = (
+        f"correction={row.correction} weighs the lag"
+        if row.correction != "none"
+        else "the weight of the gate has the lag in it"
+        if row.gate == "minirl"
+        else "nothing weighs the lag; algorithm.correction does, or algorithm.anchor=rollout takes it into the ratio"
+    )
+    return [said + f"anchor=old: the ratio is to the policy before the step, recomputed by the trainer, and {weighed}."]
+
+
+def _sampling_advice(run: Run) -> list[str]:
+    s = run.sampling
+    if s.top_p == 1 and s.top_k == 0:
+        return []
+    return [
+        f"top_p={s.top_p:g}, top_k={s.top_k}: answers are sampled from a truncated distribution and trained on the full one, so engine and trainer "
+        "differ by the mass cut off (see parity/signed). top_p=1 top_k=0 has no such gap."
+    ]
+
+
+def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
+    if inputs.held_out or not run.eval.every:
+        return []
+    if run.eval.patience is not None:
+        raise InputError(
+            f"eval.patience={run.eval.patience}: there are no held-out prompts to evaluate on: give eval.source=FILE"
+        )
+    return [
+        "there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
+    ]

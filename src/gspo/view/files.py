@@ -1,0 +1,106 @@
+"""A run's files, read for people: the journal and the rollout record, as they are now, of a run that may still be going on.
+
+In: the folder of a run. Out: lines of the journal and `Answer`s by group. `show`, `report` and `rescore` read through it.
+No torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo.errors import InputError
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rollout of the record."""
+
+    row: int
+    ordinal: int
+    index: int
+    prompt: str
+    columns: Mapping[str, Any]
+    text: str
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    mask: Sequence[int]
+    """1 where the policy sampled the token."""
+    stop: str
+    reward: float | None
+    reward_parts: Mapping[str, float | None]
+    reward_error: str | None
+    advantage: float | None = None
+    """None: of an evaluation."""
+    clipped: float | None = None
+    """Share of its tokens whose gradient the gate took; None: not trained on."""
+
+
+_FIELDS = tuple(field.name for field in fields(Answer))
+
+
+def require_run(folder: Path) -> None:
+    """Raise InputError if there is no run in `folder`."""
+    if not (folder / "run.yaml").is_file():
+        raise InputError(f"{folder}: no run here (there is no run.yaml). Give the folder of a run, as in runs/demo")
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """run.yaml as it stands."""
+    require_run(folder)
+    return dict(yaml.safe_load((folder / "run.yaml").read_text()))
+
+
+def journal(folder: Path) -> list[Metrics]:
+    """The complete lines of the journal. Raises InputError if there is no run, or a line is damaged."""
+    require_run(folder)
+    path = folder / "journal.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
+
+
+def record_file(folder: Path, step: int, *, evaluation: bool = False) -> Path:
+    """The answers of a step, or of the evaluation after it. Raises InputError that names what there is."""
+    name = "eval-" if evaluation else ""
+    path = folder / "rollouts" / f"{name}{step:08d}.jsonl.gz"
+    if not path.is_file():
+        found = ", ".join(str(n) for n in steps_recorded(folder, evaluation=evaluation)) or "none"
+        what = "evaluation after step" if evaluation else "step"
+        raise InputError(f"{folder}: no answers of {what} {step} are recorded; there are those of {found}")
+    return path
+
+
+def steps_recorded(folder: Path, *, evaluation: bool = False) -> list[int]:
+    """Steps whose answers are in the record, ascending."""
+    name = "eval-" if evaluation else ""
+    files = (folder / "rollouts").glob(name + "[0-9]" * 8 + ".jsonl.gz")
+    return sorted(int(path.name.removeprefix(name)[:8]) for path in files)
+
+
+def groups_in(path: Path) -> list[list[Answer]]:
+    """The answers of a file of the record, those to one draw of a prompt together."""
+    return [list(group) for _, group in groupby(answers_in(path), key=lambda answer: answer.ordinal)]
+
+
+def answers_in(path: Path) -> Iterator[Answer]:
+    """The answers of a file of the record, in their order. Raises InputError if it is damaged."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                plain = json.loads(line)
+                yield Answer(**{name: plain[name] for name in _FIELDS if name in plain})
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise InputError(f"{path}: damaged, or cut off while it was written ({error})") from error

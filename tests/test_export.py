@@ -1,0 +1,141 @@
+"""A checkpoint as others load it: the same log-probabilities, no file of ours, nothing written over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import gspo
+from gspo import cli, config
+from gspo.export import export, find
+from gspo.models.attention import Packed
+from gspo.models.heads import trained_logprobs
+from gspo.models.load import load_policy
+
+
+def varied(completion: str) -> float:
+    """Answers differ in it, whatever a model writes, so that the weights move."""
+    return float(sum(map(ord, completion)) % 3)
+
+
+KEYS: dict[str, Any] = dict(
+    steps=2, prompts_per_step=4, group_size=4, threads=1, reward=varied, eval={"every": 1, "limit": 4},
+    checkpoint={"every": 1, "keep": 2},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["tiny-dense", "tiny-moe"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keys = {**KEYS, "data": "sort:4", "model": {"name": request.param, "dtype": "float32"}}
+    return gspo.train("tiny", dir=tmp_path_factory.mktemp("export") / "run", **keys).folder
+
+
+def ours(checkpoint: Path, ids: Tensor) -> Tensor:
+    """Log-probabilities as the trainer computes them: packed, with its own attention and head."""
+    policy = load_policy(config.Model(name=str(checkpoint), dtype="float32"))
+    count = len(ids)
+    with torch.no_grad():
+        found, _ = trained_logprobs(
+            policy.model,
+            tokens_T=ids,
+            position_T=torch.arange(count),
+            layout=Packed([count], policy.model.device),
+            source_N=torch.arange(count - 1),
+            target_N=ids[1:],
+            temperature=1.0,
+        )
+    return found
+
+
+def theirs(folder: Path, ids: Tensor) -> Tensor:
+    """The same by transformers alone, from the exported folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logprob = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
+    return logprob[:-1].gather(-1, ids[1:, None])[:, 0]
+
+
+def test_an_exported_model_gives_the_trainers_log_probabilities(run: Path, tmp_path: Path) -> None:
+    source = export(run, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("user: d b a c\nassistant: a b c d", return_tensors="pt").input_ids[0]
+    assert len(ids) > 8
+    assert source == run / "checkpoints" / "00000002"
+    torch.testing.assert_close(theirs(tmp_path / "out", ids), ours(source, ids), rtol=0, atol=2e-5)
+    begun = ours(run / "checkpoints" / "00000001", ids)
+    assert (begun - ours(source, ids)).abs().max() > 1e-4, "the last step is another model than the one before"
+
+
+def test_the_folder_has_what_others_need_and_nothing_of_ours(run: Path, tmp_path: Path) -> None:
+    source = export(run, tmp_path / "out", dtype=torch.bfloat16)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= names
+    assert not names & {"optimizer.safetensors", "state.json", "checksums.json", "settings.yaml"}
+    masters = load_file(source / "model.safetensors")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == masters.keys()
+    assert all(torch.equal(stored[key], masters[key].to(torch.bfloat16)) for key in masters)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:  # transformers asks for it
+        assert file.metadata() == {"format": "pt"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+    GenerationConfig.from_pretrained(tmp_path / "out").validate(strict=True)
+    template = AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert template == AutoTokenizer.from_pretrained(source).chat_template
+
+
+def test_experts_stand_under_the_names_of_checkpoints(run: Path, tmp_path: Path) -> None:
+    """An engine that does not find an expert leaves it out without a word: verl-project/verl#6210."""
+    export(run, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert not [name for name in names if "gate_up_proj" in name], "the fused name of transformers' own memory"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    experts = getattr(model.config, "num_experts", 0)
+    assert sum(".experts." in name for name in names) == 3 * experts * model.config.num_hidden_layers
+
+
+def test_nothing_is_written_over_and_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out", checkpoint="1")
+    kept = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(gspo.InputError, match="exists already"):
+        export(run, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == kept
+    assert find(run, "best").name in ("00000001", "00000002")
+    with pytest.raises(gspo.InputError, match=r"no checkpoint '7'.*There are: 1, 2, last, best"):
+        export(run, tmp_path / "other", checkpoint="7")
+    with pytest.raises(gspo.InputError, match="no run here"):
+        export(tmp_path, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_generation_config_that_is_not_strict_is_cut_to_its_ids(run: Path, tmp_path: Path) -> None:
+    """temperature without do_sample: transformers warns when it loads it and refuses to save it."""
+    copy = tmp_path / "run" / "checkpoints" / "00000001"
+    source = find(run, "last")
+    copy.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name != "checksums.json":
+            (copy / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "run" / "run.yaml").write_text("{}")
+    plain = json.loads((source / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**plain, "temperature": 0.3, "do_sample": False}))
+    export(tmp_path / "run", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert "temperature" not in found
+    assert found["eos_token_id"] == plain["eos_token_id"]
+
+
+def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", str(run), str(tmp_path / "out"), "--checkpoint", "best", "--dtype", "float16"]
+    assert cli.guarded(lambda: cli.app(words)) == 0
+    assert "exported" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+    assert cli.guarded(lambda: cli.app(words)) == 2
