@@ -43,7 +43,6 @@ class Learner:
     noun: ClassVar[str] = "log-probability"
     """What `Read.logprob_N` holds, and below which key sets its step size: for messages."""
     rate_key: ClassVar[str] = "optimizer.learning_rate"
-
     model: nn.Module
     """Causal language model with a policy head; float32 or better on arrival, the working copy afterwards."""
     row: Algorithm

@@ -40,7 +40,6 @@ class Algorithm(BaseModel):
 
     name: str = "custom"
     """Name of the row; a preset's name means the preset's definition."""
-
     ratio: Literal["token", "sequence", "sequence_token", "sequence_product"]
     """Importance ratio: per token; length-normalised per sequence (GSPO eq. 7); its value per sequence with
     the gradient of each token (GSPO eq. 14); or the plain product over the sequence."""
