@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from gspo.config import RULES_OF_TASKS
 from gspo.errors import InputError
 from gspo.tasks import builtin, gym
+from gspo.tasks.task import Task
 
 _LONGEST = 600
 _ABOUT = {
@@ -53,7 +54,7 @@ def shown(words: str, rows: int) -> Iterator[str]:
     yield f"judged by reward={RULES_OF_TASKS[name]}; train on it: gspo train {words}"
 
 
-def _task(words: str) -> builtin.Task:
+def _task(words: str) -> Task:
     if (task := builtin.find(words)) is not None:
         return task
     builtin.refuse_near(words)
