@@ -118,7 +118,7 @@ def test_a_bare_value_replaces_its_section(recipe):
     assert run.algorithm == presets.PRESETS["grpo"]
     assert run.reward == (config.RewardRule(),)
     assert run.model == config.Model(name="random-dense", dtype="float64")
-    assert run.data == config.Data(source="rows.jsonl", limit=5)
+    assert run.data == config.Prompts(source="rows.jsonl", limit=5)
 
 
 def test_a_function_from_python_is_a_reward():

@@ -160,7 +160,8 @@ def check_as(kind: type[R], tree: Tree, where: str) -> R:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        # What a key is by default, where that depends on another key that is wrong: no fault of its own.
+        errors = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         raise InputError("\n".join(f"{where}: {_explain(e, kind)}" for e in errors)) from None
 
 

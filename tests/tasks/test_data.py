@@ -10,7 +10,7 @@ import pytest
 
 from gspo.config import Data, Eval
 from gspo.errors import InputError
-from gspo.tasks.data import held_out_rows, overlap, read_rows
+from gspo.tasks.data import held_out_rows, overlap, read_rows, repeated
 
 
 def jsonl(path, *rows):
@@ -167,3 +167,14 @@ def test_reading_lines_and_tasks_loads_no_heavy_module(tmp_path):
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_repeated_prompts_stay_and_are_counted():
+    given = [{"prompt": p, "answer": a} for p, a in [("x", "1"), ("y", "2"), ("x", "1"), ("x", "3")]]
+    rows = read_rows(Data(), rows=given)
+    assert len(rows) == 4
+    said = repeated(rows, "prompt")
+    assert "2 of 4 prompts repeat an earlier one (row 2, row 3); each row stays" in said
+    assert said.endswith("1 of them differ in other columns, as row 3 does from row 0")
+    assert "differ" not in repeated(read_rows(Data(), rows=given[:3]), "prompt")
+    assert repeated(read_rows(Data(), rows=given[:2]), "prompt") is None
