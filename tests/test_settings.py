@@ -168,7 +168,7 @@ def test_files_that_are_no_settings(recipe, text, part):
 
 def test_every_key_has_a_doc_line_and_the_budget_holds():
     keys = dict(settings.fields())
-    assert len(keys) <= 80
+    assert len(keys) <= 82
     assert [name for name, doc in keys.items() if not doc] == []
 
 
