@@ -145,6 +145,14 @@ def test_a_gold_that_its_own_rule_does_not_pay_for_stops_a_run_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_of_a_function_of_ones_own_it_is_said_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = judge(tmp_path, PICKY)
+    assert gspo.train("tiny", dir=str(tmp_path / "run"), reward=reward, steps=1, threads=1).step == 1
+    assert "note: reward score: gold answers: " in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------ templates
 
 

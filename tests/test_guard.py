@@ -184,8 +184,8 @@ def watched(name: str) -> list[tuple[int, str, str | None]]:
     ("name", "rule", "latest"),
     [
         ("collapse-learning-rate", "evaluation", 10),
-        ("collapse-unclipped", "reward", 20),
-        ("collapse-fp8", "reward", 35),
+        ("collapse-unclipped", "reward", 13),
+        ("collapse-fp8", "reward", 28),
     ],
 )
 def test_real_collapses_are_recognised(name: str, rule: str, latest: int) -> None:

@@ -34,7 +34,7 @@ SMALLER = 0.5
 """Factor on the learning rate at each rollback."""
 FALL = 0.5
 """Spreads by which the reward, averaged, lies below its best: a collapse."""
-HALF, SURE = 0.5, 3.5
+HALF, SURE = 0.5, 3.0
 """Part of its best that the reward has left, and standard errors by which it lies below it: a collapse too, of a reward that never was high."""
 DOWN = 0.25
 """Spreads below its best from which other symptoms count as a collapse."""

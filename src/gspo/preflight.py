@@ -107,11 +107,16 @@ def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], 
 
 
 def require_sound(run: Run, inputs: Inputs) -> list[str]:
-    """The cheap checks, before weights are read; what there is to say about them. Raises InputError for what has to be mended."""
+    """The cheap checks, before weights are read; what there is to say about them.
+
+    Raises InputError if a ready reward does not pay for its gold answers. What a function of the user's would pay for is
+    guessed, so it is said and not refused.
+    """
     findings = golds(run, inputs, FEW_ROWS)
-    if mend := [finding.mend for finding in findings if finding.mend]:
-        raise InputError(f"{'; '.join(mend)}. `gspo check` shows it in full")
-    return [f"{finding.name}: {finding.text}" for finding in findings if finding.note]
+    sure = [f.mend for found, f in zip(inputs.found, findings, strict=True) if f.mend and found.ready.gold is not None]
+    if sure:
+        raise InputError(f"{'; '.join(sure)}. `gspo check` shows it in full")
+    return [f"{finding.name}: {finding.text}" for finding in findings if finding.note or finding.mend]
 
 
 def golds(run: AnyRun, inputs: Inputs, rows: int = GOLD_ROWS) -> list[Finding]:
