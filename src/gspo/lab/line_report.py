@@ -162,7 +162,7 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refu
             [
                 "# SFT, a reward model, then reinforcement",
                 f"True reward: the rule `{TRUE}` that made the preferences, on held-out prompts, a sampled answer each. The policies see the learned reward "
-                f"alone. Seconds: of the steps, evaluations left out; of a core: of the whole process, from its start. Means over {len(line.seeds)} seeds, in brackets the lowest and highest. Agreement: of two answers of a group on which the rule "
+                f"alone. Seconds: of the steps, evaluations left out; of a core: of the whole process, from its start. Seeds: {len(line.seeds)}; means over them, in brackets the lowest and highest. Agreement: of two answers of a group on which the rule "
                 "differs, the share that the learned reward orders as it does, at the first step and at the last. Peak memory: of the whole process, "
                 "reward model included.",
                 *(f"The reward model `{name}` orders {_accuracy(last)}." for name, last in judged.items()),
