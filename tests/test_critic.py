@@ -261,7 +261,8 @@ def test_answers_left_out_by_their_length_have_no_part_in_the_whitening(policy: 
 def test_a_critic_learns_what_comes_of_a_text(policy: Policy, sampled: Sampled) -> None:
     """The reward is a property of the prompt, so that it can be known from the first token on."""
     groups = [
-        g.with_rewards([Reward(float(g.ordinal % 2)) for _ in g.rollouts]) for g in sampled(policy, prompts=6, answers=4)
+        g.with_rewards([Reward(float(g.ordinal % 2)) for _ in g.rollouts])
+        for g in sampled(policy, prompts=6, answers=4)
     ]
     batches = make_batches(groups, PPO, 1000)
     own = critic(rate=3e-3)
