@@ -160,19 +160,20 @@ def test_a_critic_of_another_size_than_the_policy(tmp_path: Path) -> None:
     assert journal(folder)[-1]["value/mean"] != 0
 
 
-LEARNING: dict[str, Any] = {"steps": 15, "prompts_per_step": 8, "checkpoint.every": 0}
+LEARNING: dict[str, Any] = {"steps": 12, "prompts_per_step": 8, "checkpoint.every": 0}
 
 
 @pytest.mark.parametrize(
     "critic", [{"critic.backbone": "separate", "critic.learning_rate": 3e-3}, {"critic.backbone": "shared"}], ids=str
 )
-def test_the_reward_rises_and_the_critic_learns(critic: dict[str, Any], tmp_path: Path) -> None:
-    for seed in (0, 1, 2):
+def test_the_reward_rises_and_the_values_follow(critic: dict[str, Any], tmp_path: Path) -> None:
+    for seed in (0, 1):
         folder = tiny(tmp_path / f"seed-{seed}", seed=seed, **LEARNING, **critic)
         lines = journal(folder)
         rewards = [line["reward/mean"] for line in lines]
         assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.25, rewards
-    assert max(line["value/explained_variance"] or 0.0 for line in lines) > 0.1
+        assert lines[0]["value/mean"] == 0.0
+        assert lines[-1]["value/mean"] == pytest.approx(lines[-1]["value/outcome"], abs=0.3)
 
 
 def test_one_answer_a_prompt_is_enough(tmp_path: Path) -> None:
