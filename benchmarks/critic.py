@@ -80,6 +80,7 @@ def main() -> None:
             short, long = (measure(arguments.recipe, [*arguments.words, *words], 2 + n) for n in (0, arguments.steps))
             found[arm].append(long)
             cpu[arm].append((long.cpu - short.cpu) / arguments.steps)
+            print(f"{arm}: CPU {cpu[arm][-1]:.2f} s a step, peak {long.peak_gb:.2f} GiB", file=sys.stderr, flush=True)
     head = [
         "arm",
         "state, GB",
