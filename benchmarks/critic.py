@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/critic.py [--recipe sort] [--steps 6] [--rounds 3] [key=value ...]
 
-Each arm is a process of `gspo train`, its peak memory what the system says of it (maximum resident set), its seconds those
-of its own journal without the first step, which warms up: means over steps, medians over rounds in which the arms take turns.
-`state` is what is kept between steps, counted from the last checkpoint: float32 weights and the optimizer's moments.
+Each arm is a process of `gspo train`, its peak memory what the system says of it (maximum resident set). Seconds by phase are
+those of its own journal without the first step, which warms up: means over steps, medians over rounds in which the arms take
+turns. Beside other work they say little; `CPU` does: the processor's seconds of a step, start and first steps of a second,
+shorter run taken off. `state` is what is kept between steps, counted from the last checkpoint: float32 weights and the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Measured:
     """Trained a step."""
     peak_gb: float
     state_gb: float
+    cpu: float
+    """Processor's seconds of the whole process."""
 
 
 def measure(recipe: str, words: list[str], steps: int) -> Measured:
@@ -55,7 +58,11 @@ def measure(recipe: str, words: list[str], steps: int) -> Measured:
         state = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
         seconds = {p: statistics.fmean(line.get(f"time/{p}", 0.0) for line in lines) for p in (*PHASES, "step")}
         return Measured(
-            seconds, statistics.fmean(line["tokens/trained"] for line in lines), used.ru_maxrss / 2**20, state / 1e9
+            seconds=seconds,
+            tokens=statistics.fmean(line["tokens/trained"] for line in lines),
+            peak_gb=used.ru_maxrss / 2**20,
+            state_gb=state / 1e9,
+            cpu=used.ru_utime + used.ru_stime,
         )
 
 
@@ -67,9 +74,13 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="settings of all arms, key=value")
     arguments = parser.parse_args()
     found: dict[str, list[Measured]] = {arm: [] for arm in ARMS}
+    cpu: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(arguments.rounds):
         for arm, words in ARMS.items():
-            found[arm].append(measure(arguments.recipe, [*arguments.words, *words], arguments.steps))
+            short, long = (measure(arguments.recipe, [*arguments.words, *words], 2 + n) for n in (0, arguments.steps))
+            found[arm].append(long)
+            cpu[arm].append((long.cpu - short.cpu) / arguments.steps)
+            print(f"{arm}: CPU {cpu[arm][-1]:.2f} s a step, peak {long.peak_gb:.2f} GiB", file=sys.stderr, flush=True)
     head = [
         "arm",
         "state, GB",
@@ -77,19 +88,18 @@ def main() -> None:
         "tokens/step",
         *(f"{p}, s" for p in PHASES),
         "step, s",
-        "training, ms/token",
+        "CPU, s/step",
     ]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for arm, runs in found.items():
         seconds = {p: statistics.median(r.seconds[p] for r in runs) for p in (*PHASES, "step")}
-        a_token = statistics.median(sum(r.seconds[p] for p in PHASES[1:]) / r.tokens for r in runs) * 1e3
         cells = [
             arm,
             f"{runs[0].state_gb:.4g}",
             f"{statistics.median(r.peak_gb for r in runs):.2f}",
             f"{statistics.median(r.tokens for r in runs):.0f}",
             *(f"{seconds[p]:.2f}" for p in (*PHASES, "step")),
-            f"{a_token:.2f}",
+            f"{statistics.median(cpu[arm]):.2f}",
         ]
         print("| " + " | ".join(cells) + " |")
 

@@ -106,11 +106,13 @@ def test_a_killed_run_goes_on_bit_for_bit(keys: dict[str, Any], tmp_path: Path) 
 
 
 def test_what_a_run_says_of_its_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tiny(tmp_path / "run", steps=3, **KL)
+    folder = tiny(tmp_path / "run", steps=3, **KL, **{"algorithm.updates_per_step": 1})
     lines = journal(folder)
     first, last = lines[0], lines[-1]
     assert first["value/mean"] == 0.0, "a critic starts by knowing nothing"
     assert abs(first["kl/mean"]) < 1e-6, "the policy is its reference at the start"
+    assert abs(first["kl/answer"]) < 1e-6
+    assert last["kl/answer"] != 0
     assert first["value/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert first["value/outcome"] == pytest.approx(first["reward/mean"], abs=0.05)
     assert [line["kl/coefficient"] for line in lines[:2]] == [0.2, pytest.approx(0.2 * 0.98)], (
@@ -119,7 +121,6 @@ def test_what_a_run_says_of_its_critic(tmp_path: Path, capsys: pytest.CaptureFix
     assert last["value/mean"] != 0
     assert all(line["value/loss"] > 0 and 0 <= line["value/clipped"] <= 1 for line in lines)
     assert first["value/learning_rate"] == pytest.approx(3e-2), "ten times that of the policy"
-    assert first["updates/done"] == 4
     assert first["verdict/kind"] in ("learning", "truncated")
     out = capsys.readouterr().out
     assert "critic random-dense" in out
@@ -159,19 +160,20 @@ def test_a_critic_of_another_size_than_the_policy(tmp_path: Path) -> None:
     assert journal(folder)[-1]["value/mean"] != 0
 
 
-LEARNING: dict[str, Any] = {"steps": 15, "prompts_per_step": 8, "checkpoint.every": 0}
+LEARNING: dict[str, Any] = {"steps": 12, "prompts_per_step": 8, "checkpoint.every": 0}
 
 
 @pytest.mark.parametrize(
     "critic", [{"critic.backbone": "separate", "critic.learning_rate": 3e-3}, {"critic.backbone": "shared"}], ids=str
 )
-def test_the_reward_rises_and_the_critic_learns(critic: dict[str, Any], tmp_path: Path) -> None:
-    for seed in (0, 1, 2):
+def test_the_reward_rises_and_the_values_follow(critic: dict[str, Any], tmp_path: Path) -> None:
+    for seed in (0, 1):
         folder = tiny(tmp_path / f"seed-{seed}", seed=seed, **LEARNING, **critic)
         lines = journal(folder)
         rewards = [line["reward/mean"] for line in lines]
         assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.25, rewards
-    assert max(line["value/explained_variance"] or 0.0 for line in lines) > 0.1
+        assert lines[0]["value/mean"] == 0.0
+        assert lines[-1]["value/mean"] == pytest.approx(lines[-1]["value/outcome"], abs=0.3)
 
 
 def test_one_answer_a_prompt_is_enough(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, has_baseline, has_signal
+from gspo.credit import answer_kl
 from gspo.evaluate import Evaluation
 from gspo.presets import Algorithm
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, value_fit
@@ -225,11 +226,14 @@ def _clip_metrics(tally: Tally, row: Algorithm) -> Metrics:
 
 
 def _value_metrics(outcome: StepOutcome) -> Metrics:
-    """What a critic said, against what came of it, and how it was updated; None without one."""
+    """What a critic said, against what came of it, and how it was updated; None without one. And the KL of the reward."""
     fit, updates = value_fit(outcome.batches), outcome.updates
+    kl = [value for b in outcome.batches if (kl_S := answer_kl(b, outcome.row)) is not None for value in kl_S.tolist()]
     own = [u.critic for u in updates if u.critic is not None]
     tally = sum((u.tally for u in (*updates, *own)), Tally())
     return {
+        # Summed over an answer, before the step: what stands in the rewards, and what a steered coefficient follows.
+        "kl/answer": fmean(kl) if kl else None,
         "value/loss": tally.value_loss / len(updates) if tally.values else None,
         "value/clipped": tally.clip_values,
         "value/mean": fit.value if fit else None,
