@@ -65,7 +65,7 @@ def rollouts(folder: Path, step: int = 1) -> list[dict[str, Any]]:
 
 def endless(**sampling: Any) -> dict[str, Any]:
     """Turns that end by themselves now and then: the model knows nothing, and stops by chance."""
-    return {"max_new_tokens": 40, "max_rows": 64, **sampling}
+    return {"max_new_tokens": 24, "max_rows": 64, **sampling}
 
 
 def test_a_policy_learns_both_turns(folder: Path) -> None:

@@ -89,9 +89,9 @@ def test_a_turn_for_each_reply_that_calls_and_an_end_for_one_that_does_not() -> 
     assert use.step("it is 2") == (None, None, True)
 
 
-def test_where_the_template_has_no_tools_results_stand_between_tags() -> None:
+def test_where_the_template_has_no_tools_the_user_tells_results() -> None:
     (message,) = ToolUse({"add": add}, "user").step("<tool_call>add(1)</tool_call>").messages
-    assert (message["role"], message["content"]) == ("user", "<tool_response>\n2\n</tool_response>")
+    assert (message["role"], message["content"]) == ("user", "Result: 2")
 
 
 def test_the_description_says_how_a_call_is_written() -> None:

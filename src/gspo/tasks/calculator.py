@@ -1,8 +1,8 @@
 """A built-in task and a built-in tool: products of two whole numbers, and a calculator.
 
-In: `calculator:LOW-HIGH`, the smallest and largest factor. Out: rows with prompt (a question after one that was
-answered with the calculator), answer, a and b, to be used with `conversation.tools=calculator` and `reward=number`. `tasks/builtin.py` calls `parse`, `conversations/sources.py` finds
-the tool.
+In: `calculator:LOW-HIGH`, the smallest and largest factor. Out: rows with prompt (a question after two that were
+answered with the calculator), answer, a and b, to be used with `conversation.tools=calculator` and `reward=number`.
+`tasks/builtin.py` calls `parse`, `conversations/sources.py` finds the tool.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from typing import Any, ClassVar
 from gspo.tasks import addition
 
 _LARGEST = 10**40
-_EXAMPLE = (
-    {"role": "user", "content": "What is 12 * 17?"},
-    {"role": "assistant", "content": "<tool_call>calculator(12 * 17)</tool_call>"},
-    {"role": "user", "content": "<tool_response>\n204\n</tool_response>"},
-    {"role": "assistant", "content": "204"},
-)
+
+
+def _asked(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {a} * {b}?"}
+
+
+def _example(a: int, b: int) -> list[dict[str, str]]:
+    call = {"role": "assistant", "content": f"<tool_call>calculator({a} * {b})</tool_call>"}
+    told, answer = {"role": "user", "content": f"Result: {a * b}"}, {"role": "assistant", "content": f"{a * b}"}
+    return [_asked(a, b), call, told, answer]
+
+
+_EXAMPLES = [*_example(12, 17), *_example(35, 81)]
 """A small model calls a tool only if it has seen it done."""
 _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -44,8 +51,7 @@ class Products(addition.Addition):
     what: ClassVar[str] = "products"
 
     def row(self, a: int, b: int) -> dict[str, Any]:
-        question = {"role": "user", "content": f"What is {a} * {b}?"}
-        return {"prompt": [*_EXAMPLE, question], "answer": str(a * b), "a": a, "b": b}
+        return {"prompt": [*_EXAMPLES, _asked(a, b)], "answer": str(a * b), "a": a, "b": b}
 
 
 def parse(arguments: str) -> Products:

@@ -146,7 +146,7 @@ class ToolUse:
     def _results(self, found: Sequence[ToolCall]) -> Iterator[dict[str, str]]:
         for call in found:
             text = self._result(call)
-            shown = text if self._role == "tool" else f"<tool_response>\n{text}\n</tool_response>"
+            shown = text if self._role == "tool" else f"Result: {text}"
             yield {"role": self._role, "name": call.name, "content": shown}
 
     def _result(self, call: ToolCall) -> str:
