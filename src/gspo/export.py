@@ -109,11 +109,8 @@ def _declare(config: dict[str, Any], dtype: str) -> None:
 
 def _generation_config(source: Path, config: dict[str, Any]) -> Any:
     """What the checkpoint has, if it passes strict checks, else its token ids; with every end token of the model."""
-    found = (
-        GenerationConfig.from_pretrained(source)
-        if (source / "generation_config.json").is_file()
-        else GenerationConfig()
-    )
+    kind: Any = GenerationConfig  # which has no types
+    found = kind.from_pretrained(source) if (source / "generation_config.json").is_file() else kind()
     try:
         found.validate(strict=True)
     except ValueError:
