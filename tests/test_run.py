@@ -140,6 +140,7 @@ def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path: Path) -> None:
     folder = tiny(
         tmp_path / "run",
         steps=4,
+        guard="off",  # which would take this for a collapse
         checkpoint={"every": 1, "keep": 1},
         eval={"every": 1, "limit": 8, "reward": worse_each_time()},
         judging={"workers": 1},  # each has a count of its own
