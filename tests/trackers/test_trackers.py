@@ -5,6 +5,7 @@ wandb/wandb#1287, #6625, verl-project/verl#3418.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sqlite3
@@ -166,7 +167,8 @@ def test_a_run_with_a_tracker_that_hangs_is_the_run_without(tmp_path: Path, caps
 
 
 def test_a_missing_package_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else real(name, *rest))
     with pytest.raises(gspo.InputError, match=r"trackers=wandb:offline: .*pip install 'gspo\[wandb\]'"):
         gspo.train("tiny", dir=tmp_path / "run", trackers=["wandb:offline"], **SHORT)
     assert not (tmp_path / "run").exists()
