@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import gspo
 from gspo import config, settings
 from gspo.build import evaluate_model
-from gspo.config import Sft
+from gspo.stage_config import Sft
 from gspo.errors import InputError
 from gspo.models import lora
 from gspo.models.load import load_policy
