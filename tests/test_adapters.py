@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import gspo
 from gspo import config, settings
 from gspo.build import evaluate_model
-from gspo.stage_config import Sft
 from gspo.errors import InputError
 from gspo.models import lora
 from gspo.models.load import load_policy
+from gspo.stage_config import Sft
 from gspo.stages.sft import tune
 from gspo.stages.sft_build import build
 
