@@ -104,7 +104,7 @@ class RewardRule(Section):
 
     shorthand = "function"
     function: Named = "number"
-    """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see the README), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
+    """A ready reward, which may take an argument (`number`, `number:COLUMN`, `regex:PATTERN`, see docs/rewards.md), or `file.py:name`: a function (completion, **columns) -> float | None. Several: `reward=[math, overlong]`."""
     weight: float = 1.0
     """What its value counts in the sum of several; 0: it is journalled, and counts nothing."""
 
