@@ -20,8 +20,8 @@ from gspo.errors import InputError
 from gspo.models import lora
 from gspo.models.load import load_policy
 from gspo.stage_config import Sft
-from gspo.stages.sft import tune
 from gspo.stages.sft_build import build
+from gspo.stages.stage import tune
 
 SHORT: dict[str, Any] = dict(steps=6, prompts_per_step=4, group_size=4, threads=1)
 FILES = ("adapter_model.safetensors", "optimizer.safetensors")
