@@ -19,7 +19,7 @@ demo: $(VENV)/ready
 rlhf: $(VENV)/ready
 	$(BIN)/python -m gspo.lab.line --dir $(RLHF)
 
-test: $(VENV)/gym
+test: $(VENV)/extras
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/ready
@@ -54,9 +54,9 @@ $(VENV)/ready: requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-# Without a C compiler the tests of reasoning-gym are skipped.
-$(VENV)/gym: requirements-gym.lock $(VENV)/ready
-	$(BIN)/pip install --quiet --no-deps -r $< || echo "reasoning-gym could not be installed: its tests are skipped"
+# Without a C compiler, which one of them takes, the tests of reasoning-gym and TensorBoard are skipped.
+$(VENV)/extras: requirements-extras.lock $(VENV)/ready
+	$(BIN)/pip install --quiet --no-deps -r $< || echo "reasoning-gym and TensorBoard could not be installed: their tests are skipped"
 	touch $@
 
 clean:
