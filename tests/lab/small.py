@@ -11,6 +11,7 @@ _WORDS = (
     "prompts_per_step=4",
     "group_size=4",
     "eval.every=0",
+    "guard=off",
     "model.dtype=float32",
     "reward=regex:[0-9]",
 )

@@ -15,6 +15,7 @@ from gspo.models import builtin
 from gspo.models.load import load_policy
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.ready import Around
+from gspo.stage_config import Sft
 from gspo.tasks.data import held_out_rows
 from gspo.tasks.render import render
 from gspo.tasks.sort import Sort
@@ -52,7 +53,7 @@ def test_the_trained_models_know_how_to_sort_as_well_as_is_said(name: str, lette
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_recipe_starts_from_the_same_model_untrained(name: str) -> None:
-    recipe = settings.load_as(config.Sft, name)
+    recipe = settings.load_as(Sft, name)
     trained, start = (load_policy(config.Model(name=n, dtype="float32")) for n in (name, recipe.model.name))
     assert start.source.sha256 != trained.source.sha256
     shapes = [{key: p.shape for key, p in policy.model.named_parameters()} for policy in (trained, start)]

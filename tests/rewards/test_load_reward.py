@@ -78,7 +78,7 @@ def test_built_in_rules_read_their_column():
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
-        ("numbr", ["did you mean 'number'", "exact, number, boxed, math, code", "file.py:name"]),
+        ("numbr", ["did you mean 'number'", "exact, number, boxed, math, reasoning-gym, code", "file.py:name"]),
         ("number:anwser", ["'anwser' (did you mean 'answer'?)", "prompt, answer, gold, hint"]),
         ("exact:hint", ["'hint'", "null in row 0"]),
         ("number:prompt", ["row 0, row 1", "'3 + 4'"]),

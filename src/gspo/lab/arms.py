@@ -148,9 +148,9 @@ class Place:
         draft = self.file.with_suffix(".tmp")
         draft.write_bytes(_JSON.dump_json(record, indent=1))
         draft.replace(self.file)
-        for heavy in ("rollouts", "checkpoints"):
+        for heavy in ("rollouts", "checkpoints", "start"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
-        for light in ("best", "report.html"):
+        for light in ("best", "report.html", "run.lock"):
             (self.folder / light).unlink(missing_ok=True)
         return record
 
