@@ -140,7 +140,7 @@ def test_runs_without_a_critic_keep_nothing_of_one(tmp_path: Path) -> None:
 def test_a_checkpoint_that_lost_its_critic_is_refused(tmp_path: Path) -> None:
     folder = tiny(tmp_path / "run", steps=2)
     (folder / "checkpoints" / "00000002" / "critic.safetensors").unlink()
-    with pytest.raises(gspo.InputError, match=r"critic\.safetensors is missing"):
+    with pytest.raises(gspo.InputError, match=r"critic\.safetensors"):
         gspo.train(resume=folder, reward=digits, steps=3)
 
 

@@ -28,10 +28,10 @@ def refusal(*arguments, **more):
 
 
 def test_a_recipe_with_words_and_keys_laid_over_it(recipe):
-    path = recipe("steps: 7\noptimizer:\n  learning_rate: 1e-5\n  beta1: 0.8\nsampling: {temperature: 0.7}\n")
+    path = recipe("steps: 7\noptimizer:\n  learning_rate: 1e-5\n  betas: [0.8, 0.9]\nsampling: {temperature: 0.7}\n")
     run = settings.load(path, ["optimizer.learning_rate=2e-5", "data.system=be brief"], {"steps": 9, "eval.every": 0})
     assert (run.steps, run.eval.every, run.data.system) == (9, 0, "be brief")
-    assert (run.optimizer.learning_rate, run.optimizer.beta1, run.sampling.temperature) == (2e-5, 0.8, 0.7)
+    assert (run.optimizer.learning_rate, run.optimizer.betas, run.sampling.temperature) == (2e-5, (0.8, 0.9), 0.7)
     assert run.dir == "runs/mine"
     assert settings.load(None).dir is None
 

@@ -165,6 +165,9 @@ class Engine(Section):
     """Precision of the weights that answer, in training and evaluation; others than `same` are a rounded copy, and the trained ones stay as they are. fp8: e4m3 with a scale a row; fp8_cast: e4m3 of each entry, no scale; int8, int6: a scale a row."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
@@ -176,12 +179,8 @@ class Optimizer(Section):
     """Course of the learning rate after warm-up; linear and cosine reach 0 at the last update."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and of the second moment."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients of larger norm are scaled down to it; null is off."""
 

@@ -85,8 +85,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             list(self.masters.values()),
             lr=s.learning_rate,
-            betas=(s.beta1, s.beta2),
-            eps=s.epsilon,
+            betas=s.betas,
             weight_decay=s.weight_decay,
             fused=True,
         )

@@ -40,8 +40,7 @@ _BASE: Keys = {
     "optimizer.warmup_updates": 10,
     "optimizer.schedule": "constant",
     "optimizer.weight_decay": 0.0,
-    "optimizer.beta1": 0.9,
-    "optimizer.beta2": 0.95,
+    "optimizer.betas": [0.9, 0.95],
     "optimizer.max_grad_norm": 1.0,
     "guard": "off",  # an arm that collapses is to be seen to
     "eval.every": 0,
