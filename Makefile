@@ -20,7 +20,7 @@ rlhf: $(VENV)/ready
 	$(BIN)/python -m gspo.lab.line --dir $(RLHF)
 
 test: $(VENV)/extras
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
