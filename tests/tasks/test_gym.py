@@ -138,6 +138,8 @@ def test_a_task_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_list_names_every_task_and_how_to_use_it() -> None:
     lines = list(listing.tasks())
+    for name in builtin.TASKS:
+        assert any(line.startswith(f"{name}:") for line in lines), name
     assert "gspo train TASK" in lines[0]
     named = {line.split()[0] for line in lines if line.startswith("  ")}
     assert named == set(gym.names())

@@ -16,6 +16,8 @@ from gspo.tasks.task import Task
 _LONGEST = 600
 _ABOUT = {
     "addition:LOW-HIGH": "sums of two whole numbers from LOW to HIGH; addition alone is 1-20",
+    "calculator:LOW-HIGH": "products of two whole numbers, to be worked out with conversation.tools=calculator",
+    "preferences:N": "N letters to be put in order, with demonstrations for gspo sft and preferences for gspo reward",
     "sort:N": "N letters to be sorted by insertion, every step written out; sort:5,8 gives both lengths in turn",
 }
 
