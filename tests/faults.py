@@ -206,7 +206,8 @@ def signals(folder: Path) -> dict[str, Any]:
 
 
 def slow() -> None:
-    """Step 4 takes a minute."""
+    """Step 4 takes a minute, in a process that was started as a shell's background job: it ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     journal_module.Lines.append = _nth(journal_module.Lines.append, 4, lambda *_: time.sleep(60))  # type: ignore[method-assign]
 
 

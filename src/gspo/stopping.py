@@ -14,6 +14,9 @@ from types import FrameType
 from typing import Any
 
 
+_AT_ONCE: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
 @dataclass
 class Stop:
     """Whether a run was asked to end."""
@@ -28,7 +31,8 @@ class Stop:
         def stop(number: int, frame: FrameType | None) -> None:
             self.by = signal.Signals(number)
             for each, handler in before.items():
-                signal.signal(each, handler)
+                # A shell's background job ignores SIGINT: restored, a second one would do nothing.
+                signal.signal(each, _AT_ONCE[each] if handler in (signal.SIG_IGN, None) else handler)
             say(f"{self.by.name}: finishing this step, then saving. Again to stop at once.")
 
         if threading.current_thread() is threading.main_thread():  # elsewhere the caller owns the signals
