@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import all_gone
 from voices import CHATML, END, tokenizer
 
 from gspo.config import Data, Judging
@@ -23,6 +22,7 @@ from gspo.errors import InputError
 from gspo.sections import Conversation
 from gspo.tasks.environment import Step
 from gspo.types import Prompt, Stop
+from processes import all_gone
 
 
 class Counting:
