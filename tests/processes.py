@@ -1,4 +1,4 @@
-"""Which processes are alive: those that carry a mark in their environment, which children inherit."""
+"""Which processes are alive: those that carry a mark in their environment, which children inherit. And a run that kills itself."""
 
 from __future__ import annotations
 
@@ -28,3 +28,22 @@ def all_gone(mark: str, within: float = 3.0) -> bool:
     while (left := marked(mark)) and time.monotonic() < end:
         time.sleep(0.02)
     return not left
+
+
+KILLED_WHILE_JUDGING = """
+import json, os, signal, sys
+import gspo
+
+folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+trainer, done = os.getpid(), 0
+
+def digits(completion):
+    global done
+    done += 1
+    if done == calls:
+        os.kill(trainer, signal.SIGKILL)
+    return sum(c.isdigit() for c in completion) / max(1, len(completion))
+
+gspo.train("tiny", dir=folder, reward=digits, **keys)
+"""
+"""A run that is killed in the middle of judging, by its worker, at the reward number `calls`: folder, calls, keys as JSON."""

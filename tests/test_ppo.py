@@ -18,26 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import gspo
 from gspo import cli
+from processes import KILLED_WHILE_JUDGING
 
 Line = dict[str, Any]
 
-# A run that is killed in the middle of judging, by its worker, at the reward number `calls`.
-SCRIPT = """
-import json, os, signal, sys
-import gspo
-
-folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-trainer, done = os.getpid(), 0
-
-def digits(completion):
-    global done
-    done += 1
-    if done == calls:
-        os.kill(trainer, signal.SIGKILL)
-    return sum(c.isdigit() for c in completion) / max(1, len(completion))
-
-gspo.train("tiny", dir=folder, reward=digits, **keys)
-"""
 SHORT: dict[str, Any] = {
     "algorithm": "ppo",
     "steps": 5,
@@ -90,7 +74,7 @@ def same_tensors(one: Path, other: Path) -> bool:
 )
 def test_a_killed_run_goes_on_bit_for_bit(keys: dict[str, Any], tmp_path: Path) -> None:
     cut, answers = tmp_path / "cut", 4 * 4 if "group_size" not in keys else 8
-    words = [sys.executable, "-c", SCRIPT, str(cut), str(answers * 3 + 5), json.dumps({**SHORT, **keys})]
+    words = [sys.executable, "-c", KILLED_WHILE_JUDGING, str(cut), str(answers * 3 + 5), json.dumps({**SHORT, **keys})]
     done = subprocess.run(words, capture_output=True, timeout=120, env={**os.environ}, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert 2 <= journal(cut)[-1]["step"] < 5

@@ -17,26 +17,10 @@ from safetensors.torch import load_file
 
 import gspo
 from gspo import cli
+from processes import KILLED_WHILE_JUDGING
 
 Line = dict[str, Any]
 
-# A run that is killed in the middle of judging, by its worker, at the reward number `calls`.
-SCRIPT = """
-import json, os, signal, sys
-import gspo
-
-folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-trainer, done = os.getpid(), 0
-
-def digits(completion):
-    global done
-    done += 1
-    if done == calls:
-        os.kill(trainer, signal.SIGKILL)
-    return sum(c.isdigit() for c in completion) / max(1, len(completion))
-
-gspo.train("tiny", dir=folder, reward=digits, **keys)
-"""
 SHORT: dict[str, Any] = {
     "steps": 7,
     "prompts_per_step": 4,
@@ -73,7 +57,7 @@ def rollouts(folder: Path, step: int) -> list[Line]:
 
 
 def killed(folder: Path, calls: int, keys: dict[str, Any]) -> int:
-    words = [sys.executable, "-c", SCRIPT, str(folder), str(calls), json.dumps({**SHORT, **keys})]
+    words = [sys.executable, "-c", KILLED_WHILE_JUDGING, str(folder), str(calls), json.dumps({**SHORT, **keys})]
     return subprocess.run(words, capture_output=True, timeout=120, env={**os.environ}, check=False).returncode
 
 
