@@ -23,7 +23,7 @@ test: $(VENV)/extras
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

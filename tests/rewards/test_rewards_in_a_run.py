@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import all_gone, marked
 
 import gspo
 from gspo import cli
+from processes import all_gone, marked
 
 SHORT: dict[str, Any] = dict(steps=2, prompts_per_step=4, group_size=8, threads=1, eval={"every": 0})
 

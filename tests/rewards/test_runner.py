@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from processes import all_gone, marked
 
 from gspo.errors import InputError
 from gspo.rewards.call import Call, Item
 from gspo.rewards.process import Pooled
 from gspo.rewards.runner import Outcome, Pool
 from gspo.types import Status
+from processes import all_gone, marked
 
 LOCK = threading.Lock()
 
