@@ -1,0 +1,502 @@
+// What one decoding step multiplies and adds, in bfloat16 on a processor with AMX tiles. `native/__init__.py` compiles
+// and calls it.
+//
+// Sums are made in float32 and rounded once, as oneDNN does it; elementwise formulas round where torch's compiled ones do, so that
+// the engine's numbers stay those of the training pass. Weights and cached keys are read as they lie: with the weight
+// (or the keys) as the left factor and the few tokens of a step as the right one, nothing has to be re-ordered but the
+// tokens. A tile is 16 rows of 64 bytes; a right tile holds pairs of consecutive k, one 32-bit lane a column.
+//
+// Letters: T tokens, N outputs, K inputs (a multiple of 32), D head size (a multiple of 32).
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <new>
+
+namespace {
+
+using bf16 = uint16_t;
+constexpr long LANES = 16, PAIRED = 32, TILE = LANES * PAIRED;  // TILE: numbers of bfloat16 in a tile
+
+// ------------------------------------------------------------------------------------------------ numbers
+
+inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline __m512 rounded(__m512 x) { return widened(narrowed(x)); }
+inline __m512 load(const bf16* x) { return widened(_mm256_loadu_si256((const __m256i*)x)); }
+inline void store(bf16* y, __m512 x) { _mm256_storeu_si256((__m256i*)y, narrowed(x)); }
+
+// e^x for x <= 0, to about 2e-7 of it: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+// 16 x 16 lanes of 32 bits, rows to columns.
+inline void transpose(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+// Memory that a thread keeps from call to call.
+class Room {
+  public:
+    template <class T> T* take(size_t count) {
+        const size_t bytes = count * sizeof(T);
+        if (bytes > size_) {
+            ::operator delete(data_, std::align_val_t(64));
+            data_ = ::operator new(bytes, std::align_val_t(64));
+            size_ = bytes;
+        }
+        return (T*)data_;
+    }
+    ~Room() { ::operator delete(data_, std::align_val_t(64)); }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_a_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// All eight tiles at their full size while it lives; whoever had them before gets his own back.
+class Tiles {
+  public:
+    Tiles() {
+        static const Config full;
+        _tile_storeconfig(&before_);
+        _tile_loadconfig(&full);
+    }
+    ~Tiles() { _tile_loadconfig(&before_); }
+
+  private:
+    Config before_;
+};
+
+// Tokens as right tiles, [T / 16][K / 32] of them; absent tokens are zeros.
+void pack_tokens(const bf16* x, long stride, long T, long K, bf16* packed) {
+    for (long first = 0; first < T; first += LANES)
+        for (long k = 0; k < K; k += PAIRED, packed += TILE) {
+            __m512i r[16];
+            for (long t = 0; t < LANES; ++t)
+                r[t] = first + t < T ? _mm512_loadu_si512(x + (first + t) * stride + k) : _mm512_setzero_si512();
+            transpose(r);
+            for (long t = 0; t < LANES; ++t) _mm512_store_si512(packed + t * PAIRED, r[t]);
+        }
+}
+
+// GCC does not know that tiles are loaded from memory: what was written has to be there before.
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// A stored tile [outputs][tokens] to its place in y [T, stride].
+template <class Out> void put(const float* tile, Out* y, long stride, long tokens) {
+    __m512i r[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(tile + 16 * i);
+    transpose(r);
+    for (long t = 0; t < tokens; ++t) {
+        const __m512 row = _mm512_castsi512_ps(r[t]);
+        if constexpr (sizeof(Out) == 4)
+            _mm512_storeu_ps(y + t * stride, row);
+        else
+            store(y + t * stride, row);
+    }
+}
+
+struct Ahead {  // the weights that come next, fetched while these are multiplied
+    const char* line;
+    long count;
+    void some() {
+        for (long i = 0; i < count; ++i, line += 64) _mm_prefetch(line, _MM_HINT_T1);
+    }
+};
+
+// 16 `left` outputs of 16 `right` tokens.
+template <int left, int right, class Out>
+void block(const bf16* w, const bf16* packed, long K, Out* y, long stride, long tokens, Ahead& ahead) {
+    settle();
+    _tile_zero(0);
+    if (right == 2) _tile_zero(1);
+    if (left == 2) _tile_zero(2);
+    if (left == 2 && right == 2) _tile_zero(3);
+    const bf16* second = packed + LANES * K;
+    for (long k = 0; k < K; k += PAIRED) {
+        _tile_loadd(4, w + k, K * 2);
+        _tile_loadd(6, packed + k * LANES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (right == 2) {
+            _tile_loadd(7, second + k * LANES, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (left == 2) {
+            _tile_loadd(5, w + LANES * K + k, K * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            if (right == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+        ahead.some();
+    }
+    alignas(64) float tile[LANES * LANES];
+    const long head = std::min(tokens, LANES);
+    _tile_stored(0, tile, 64);
+    put(tile, y, stride, head);
+    if (left == 2) {
+        _tile_stored(2, tile, 64);
+        put(tile, y + LANES, stride, head);
+    }
+    if (right == 1) return;
+    y += LANES * stride;
+    _tile_stored(1, tile, 64);
+    put(tile, y, stride, tokens - LANES);
+    if (left == 1) return;
+    _tile_stored(3, tile, 64);
+    put(tile, y + LANES, stride, tokens - LANES);
+}
+
+template <int left, class Out>
+void rows(const bf16* w, const bf16* packed, long T, long K, Out* y, long stride, bool more) {
+    const long passes = (T + 2 * LANES - 1) / (2 * LANES);
+    Ahead ahead{(const char*)(w + left * LANES * K), more ? std::max(1L, left * LANES / passes) : 0};
+    for (long t = 0; t < T; t += 2 * LANES) {
+        if (T - t > LANES)
+            block<left, 2>(w, packed + t * K, K, y + t * stride, stride, std::min(T - t, 2 * LANES), ahead);
+        else
+            block<left, 1>(w, packed + t * K, K, y + t * stride, stride, T - t, ahead);
+    }
+}
+
+template <class Out> void product(const bf16* packed, const bf16* w, Out* y, long stride, long T, long N, long K) {
+    const long pairs = N / (2 * LANES);
+#pragma omp parallel
+    {
+        Tiles tiles;
+#pragma omp for schedule(static)
+        for (long n = 0; n < pairs; ++n)
+            rows<2>(w + 2 * LANES * n * K, packed, T, K, y + 2 * LANES * n, stride, n + 1 < pairs);
+#pragma omp single
+        if (N % (2 * LANES)) rows<1>(w + 2 * LANES * pairs * K, packed, T, K, y + 2 * LANES * pairs, stride, false);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ attention
+
+struct Step {  // one bucket of the cache, and the queries of its rows; all counts in tokens, strides in numbers
+    const bf16 *q, *k, *v;
+    long q_row, q_head, k_row, k_head, v_row, v_head;
+    bf16 *prompt_k, *prompt_v;  // [slots, key heads, prompt_room, D]
+    bf16 *own_k, *own_v;        // [places, key heads, own_room, D]
+    bf16* out;                  // [rows, heads, D]
+    const long *first;          // [slots + 1] of each slot, its first place in the order of `place`
+    const long *place, *row;    // [rows] where a row's own keys lie, and where its queries do
+    const long *written, *tokens;  // [rows] own keys stored before this step; [slots] of the prompt
+    long slots, heads, key_heads, size, prompt_room, own_room;
+    float scaling;
+};
+
+// Keys 16 by 16 against one tile of queries: `score` [keys][16]. `keys` must have whole blocks of 16.
+inline void scores(const bf16* keys, long count, const bf16* query, long D, float* score) {
+    settle();
+    for (long c = 0; c < count; c += LANES) {
+        _tile_zero(0);
+        for (long d = 0; d < D; d += PAIRED) {
+            _tile_loadd(4, keys + c * D + d, D * 2);
+            _tile_loadd(6, query + d * LANES, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, score + c * LANES, 64);
+    }
+}
+
+// Values as right tiles [keys / 32][D / 16]: pairs of consecutive keys. Beyond `count` they are zeros.
+inline void pair_values(const bf16* values, long count, long D, bf16* paired) {
+    for (long c = 0; c < count; c += PAIRED)
+        for (long d = 0; d < D; d += LANES, paired += TILE)
+            for (long i = 0; i < LANES; ++i) {
+                const bf16* at = values + (c + 2 * i) * D + d;
+                const __m256i zero = _mm256_setzero_si256();
+                const __m256i a = c + 2 * i < count ? _mm256_loadu_si256((const __m256i*)at) : zero;
+                const __m256i b = c + 2 * i + 1 < count ? _mm256_loadu_si256((const __m256i*)(at + D)) : zero;
+                const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+                _mm512_store_si512(paired + i * PAIRED, both);
+            }
+}
+
+// Adds weights [16, keys] (left tiles, one for 32 keys) times paired values to `out` [16, D], four tiles at a time.
+inline void weigh(const bf16* weight, const bf16* paired, long keys, long D, float* out) {
+    settle();
+    for (long d = 0; d < D; d += 2 * LANES) {
+        _tile_loadd(0, out + d, D * 4);
+        _tile_loadd(1, out + d + LANES, D * 4);
+        for (long c = 0; c < keys; c += PAIRED) {
+            const bf16* right = paired + (c / PAIRED * (D / LANES) + d / LANES) * TILE;
+            _tile_loadd(4, weight + c * LANES, 64);
+            _tile_loadd(6, right, 64);
+            _tile_loadd(7, right + TILE, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, out + d, D * 4);
+        _tile_stored(1, out + d + LANES, D * 4);
+    }
+}
+
+// Softmax down the columns of `score` [keys][16], rounded to bfloat16 before and after, as left tiles `weight`.
+// Infinitely small scores weigh nothing. Lanes without any score that is finite come out as zeros.
+inline void soften(float* score, long keys, bf16* weight) {
+    __m512 largest = _mm512_set1_ps(-3.0e38f), sum = _mm512_setzero_ps();
+    for (long c = 0; c < keys; ++c) {
+        const __m512 s = rounded(_mm512_load_ps(score + c * LANES));
+        _mm512_store_ps(score + c * LANES, s);
+        largest = _mm512_max_ps(largest, s);
+    }
+    for (long c = 0; c < keys; ++c) {
+        const __m512 s = _mm512_load_ps(score + c * LANES);
+        const __mmask16 seen = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-3.0e38f), _CMP_GT_OQ);
+        const __m512 e = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(s, largest)));
+        _mm512_store_ps(score + c * LANES, e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    const __m512 part = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(sum, _mm512_set1_ps(1e-30f)));
+    for (long c = 0; c < keys; c += PAIRED, weight += TILE) {
+        __m512i r[16];
+        for (long i = 0; i < LANES; ++i) {
+            const float* at = score + (c + 2 * i) * LANES;
+            const __m256i a = narrowed(_mm512_mul_ps(_mm512_load_ps(at), part));
+            const __m256i b = narrowed(_mm512_mul_ps(_mm512_load_ps(at + LANES), part));
+            r[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+        }
+        transpose(r);
+        for (long i = 0; i < LANES; ++i) _mm512_store_si512(weight + i * PAIRED, r[i]);
+    }
+}
+
+inline long whole(long count) { return (count + PAIRED - 1) / PAIRED * PAIRED; }
+
+// The rows of one prompt, for one head of keys.
+class Shared {
+  public:
+    Shared(const Step& step, long slot, long head) : s(step), slot(slot), head(head), D(step.size) {
+        first = s.first[slot], count = s.first[slot + 1] - first;
+        share = s.heads / s.key_heads;
+        prompt = whole(s.tokens[slot]);
+        for (long i = first; i < first + count; ++i) longest = std::max(longest, whole(s.written[i] + 1));
+    }
+
+    void run() {
+        for (long i = first; i < first + count; ++i) keep(i);
+        static thread_local Room values, others, numbers, weights;
+        const bf16* above = s.prompt_v + (slot * s.key_heads + head) * s.prompt_room * D;
+        bf16* paired = values.take<bf16>(prompt * D);
+        pair_values(above, s.tokens[slot], D, paired);
+        own_paired = others.take<bf16>(longest * D + TILE + LANES * D);
+        score = numbers.take<float>((prompt + longest + 2 * LANES) * LANES + LANES * D);
+        weight = weights.take<bf16>((prompt + longest) * LANES + LANES * D);
+        for (long lane = 0; lane < count * share; lane += LANES) tile(lane, paired);
+    }
+
+  private:
+    const Step& s;
+    long slot, head, D, first = 0, count = 0, share = 1, prompt = 0, longest = 0;
+    bf16 *own_paired = nullptr, *weight = nullptr;
+    float* score = nullptr;
+
+    bf16* own(bf16* kept, long i) const { return kept + (s.place[i] * s.key_heads + head) * s.own_room * D; }
+
+    void keep(long i) const {
+        std::memcpy(own(s.own_k, i) + s.written[i] * D, s.k + s.row[i] * s.k_row + head * s.k_head, D * 2);
+        std::memcpy(own(s.own_v, i) + s.written[i] * D, s.v + s.row[i] * s.v_row + head * s.v_head, D * 2);
+    }
+
+    const bf16* query(long lane) const {
+        return s.q + s.row[first + lane / share] * s.q_row + (head * share + lane % share) * s.q_head;
+    }
+
+    // Which of the lanes from `lane` on belong to row i.
+    __mmask16 lanes_of(long i, long lane) const {
+        const long from = std::max(0L, (i - first) * share - lane), to = std::min(LANES, (i - first + 1) * share - lane);
+        return (__mmask16)((1 << to) - (1 << from));
+    }
+
+    void tile(long lane, const bf16* paired) {
+        const long lanes = std::min(LANES, count * share - lane);
+        bf16* packed = weight + (prompt + longest) * LANES;
+        pack_queries(lane, lanes, packed);
+        scores(s.prompt_k + (slot * s.key_heads + head) * s.prompt_room * D, prompt, packed, D, score);
+        const __m512 unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (long c = s.tokens[slot]; c < prompt + longest; ++c) _mm512_store_ps(score + c * LANES, unseen);
+        const long begin = first + lane / share, end = first + (lane + lanes - 1) / share + 1;
+        for (long i = begin; i < end; ++i) own_scores(i, lanes_of(i, lane), packed);
+        soften(score, prompt + longest, weight);
+        float* out = score + (prompt + longest + 2 * LANES) * LANES;
+        std::memset(out, 0, LANES * D * 4);
+        weigh(weight, paired, prompt, D, out);
+        for (long i = begin; i < end; ++i) own_values(i, lanes_of(i, lane), out);
+        for (long j = 0; j < lanes; ++j) {
+            bf16* y = s.out + s.row[first + (lane + j) / share] * s.heads * D + (head * share + (lane + j) % share) * D;
+            for (long d = 0; d < D; d += LANES) store(y + d, _mm512_load_ps(out + j * D + d));
+        }
+    }
+
+    void pack_queries(long lane, long lanes, bf16* packed) const {
+        const __m512 scaling = _mm512_set1_ps(s.scaling);
+        for (long d = 0; d < D; d += PAIRED, packed += TILE) {
+            __m512i r[16];
+            for (long j = 0; j < LANES; ++j) {
+                r[j] = _mm512_setzero_si512();
+                if (j >= lanes) continue;
+                const bf16* x = query(lane + j) + d;
+                r[j] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(load(x + LANES), scaling), _mm512_mul_ps(load(x), scaling));
+            }
+            transpose(r);
+            for (long j = 0; j < LANES; ++j) _mm512_store_si512(packed + j * PAIRED, r[j]);
+        }
+    }
+
+    void own_scores(long i, __mmask16 lanes, const bf16* packed) {
+        const long seen = s.written[i] + 1;
+        float* part = score + (prompt + longest) * LANES;
+        for (long c = 0; c < seen; c += LANES) {
+            const bf16* keys = own(s.own_k, i) + c * D;
+            if (c + LANES > s.own_room) {  // the room ends within a block
+                std::memcpy(own_paired, keys, (seen - c) * D * 2);
+                keys = own_paired;
+            }
+            scores(keys, LANES, packed, D, part);
+            for (long j = 0; j < std::min(LANES, seen - c); ++j)
+                _mm512_mask_store_ps(score + (prompt + c + j) * LANES, lanes, _mm512_load_ps(part + j * LANES));
+        }
+    }
+
+    // The row's own values, with the weights of other rows' lanes left out.
+    void own_values(long i, __mmask16 lanes, float* out) {
+        const long seen = s.written[i] + 1;
+        bf16* alone = own_paired + longest * D;
+        pair_values(own(s.own_v, i), seen, D, own_paired);
+        for (long c = 0; c < seen; c += PAIRED) {
+            for (long j = 0; j < LANES; ++j) {
+                const __m512i all = _mm512_load_si512(weight + (prompt + c) * LANES + j * PAIRED);
+                _mm512_store_si512(alone + j * PAIRED, lanes >> j & 1 ? all : _mm512_setzero_si512());
+            }
+            weigh(alone, own_paired + c * D, PAIRED, D, out);
+        }
+    }
+};
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------ what is called
+
+extern "C" {
+
+// Asks the kernel for the tiles; 0 if it grants them.
+int gspo_prepare() {
+    const long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) ? 1 : 0;
+}
+
+// x [T, K] -> right tiles, (T rounded up to 16) * K numbers.
+void gspo_pack(const bf16* x, long stride, long T, long K, bf16* packed) { pack_tokens(x, stride, T, K, packed); }
+
+// y [T, N] = x w^T of packed x and w [N, K]; N a multiple of 16. `wide`: y in float32.
+void gspo_product(const bf16* packed, const bf16* w, void* y, long stride, int wide, const long* TNK) {
+    if (wide)
+        product(packed, w, (float*)y, stride, TNK[0], TNK[1], TNK[2]);
+    else
+        product(packed, w, (bf16*)y, stride, TNK[0], TNK[1], TNK[2]);
+}
+
+void gspo_attend(const Step* step) {
+#pragma omp parallel
+    {
+        Tiles tiles;
+#pragma omp for schedule(dynamic) collapse(2)
+        for (long slot = 0; slot < step->slots; ++slot)
+            for (long head = 0; head < step->key_heads; ++head)
+                if (step->first[slot + 1] > step->first[slot]) Shared(*step, slot, head).run();
+    }
+}
+
+// x [T, K] += more (if any), in place;  y = x / rms(x) * weight.
+void gspo_norm(bf16* x, const bf16* more, const bf16* weight, float epsilon, bf16* y, long T, long K) {
+    for (long t = 0; t < T; ++t) {
+        bf16* at = x + t * K;
+        __m512 sum = _mm512_setzero_ps();
+        for (long k = 0; k < K; k += LANES) {
+            __m512 v = load(at + k);
+            if (more) {
+                v = rounded(_mm512_add_ps(v, load(more + t * K + k)));
+                store(at + k, v);
+            }
+            sum = _mm512_fmadd_ps(v, v, sum);
+        }
+        const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / K + epsilon));
+        for (long k = 0; k < K; k += LANES)
+            store(y + t * K + k, _mm512_mul_ps(_mm512_mul_ps(load(at + k), scale), load(weight + k)));
+    }
+}
+
+// Rotary positions of `heads` heads that lie side by side in x [T, stride], in place; cos and sin [T, D].
+void gspo_rotate(bf16* x, long stride, const bf16* cosine, const bf16* sine, long T, long heads, long D) {
+    const long half = D / 2;
+    for (long t = 0; t < T; ++t)
+        for (long h = 0; h < heads; ++h) {
+            bf16* at = x + t * stride + h * D;
+            for (long d = 0; d < half; d += LANES) {
+                const __m512 a = load(at + d), b = load(at + half + d);
+                const bf16 *c = cosine + t * D + d, *s = sine + t * D + d;
+                store(at + d, _mm512_sub_ps(rounded(_mm512_mul_ps(a, load(c))), rounded(_mm512_mul_ps(b, load(s)))));
+                store(at + half + d, _mm512_add_ps(rounded(_mm512_mul_ps(b, load(c + half))), rounded(_mm512_mul_ps(a, load(s + half)))));
+            }
+        }
+}
+
+// y [T, K] = silu(gate) up, of x [T, gate K | up K].
+void gspo_gate(const bf16* x, bf16* y, long T, long K) {
+    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    for (long t = 0; t < T; ++t)
+        for (long k = 0; k < K; k += LANES) {
+            const __m512 g = load(x + t * 2 * K + k), u = load(x + (t * 2 + 1) * K + k);
+            // From the side on which e^x does not overflow: sigmoid(g) = e^min(g, 0) / (1 + e^-|g|).
+            const __m512 e = exponential(_mm512_min_ps(g, zero));
+            const __m512 other = exponential(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
+            const __m512 silu = _mm512_div_ps(_mm512_mul_ps(g, e), _mm512_add_ps(one, other));
+            store(y + t * K + k, _mm512_mul_ps(silu, u));
+        }
+}
+}
