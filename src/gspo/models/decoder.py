@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
@@ -74,8 +75,9 @@ class Layers:
             rows = kernels.product(_normed(kernels, layer.before, x, more), *layer.qkv)
             heads, key_heads = (len(weight) // size for weight in layer.qkv[:2])
             kernels.rotate(rows, heads + key_heads, cos, sin)
-            each = rows.view(len(rows), -1, size).transpose(0, 1)[None].split([heads, key_heads, key_heads], 1)
-            attended = layout.attend(number, *each, scaling=layer.scaling, window=None)[0].flatten(1)
+            each = rows.view(len(rows), -1, size).transpose(0, 1)[None]
+            q, k, v = torch.split(each, [heads, key_heads, key_heads], 1)
+            attended = layout.attend(number, q, k, v, scaling=layer.scaling, window=None)[0].flatten(1)
             rows = _normed(kernels, layer.after, x, kernels.product(attended, layer.out))
             more = kernels.product(kernels.gate(kernels.product(rows, *layer.gate_up)), layer.down)
         return _normed(kernels, base.norm, x, more)
@@ -137,7 +139,7 @@ def _suits(layer: Any, kernels: Kernels) -> bool:
 
 def _same(own: type, llamas: type) -> bool:
     """Whether the two classes have the same forward."""
-    return own is llamas or _code(getattr(own, "forward", None)) == _code(llamas.forward)
+    return own is llamas or _code(getattr(own, "forward", None)) == _code(getattr(llamas, "forward", None))
 
 
 def _code(function: Any) -> str | None:
