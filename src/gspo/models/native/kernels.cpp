@@ -140,7 +140,7 @@ template <class Out> void put(const float* tile, Out* y, long stride, long token
     }
 }
 
-struct Ahead {  // the weights that come next, fetched while these are multiplied
+struct Ahead {  // what comes next, fetched into the second-level cache while this is computed
     const char* line;
     long count;
     void some() {
@@ -243,36 +243,48 @@ inline void scores(const bf16* keys, long count, const bf16* query, long D, floa
     }
 }
 
-// Values as right tiles [keys / 32][D / 16]: pairs of consecutive keys. Beyond `count` they are zeros.
-inline void pair_values(const bf16* values, long count, long D, bf16* paired) {
-    for (long c = 0; c < count; c += PAIRED)
-        for (long d = 0; d < D; d += LANES, paired += TILE)
-            for (long i = 0; i < LANES; ++i) {
-                const bf16* at = values + (c + 2 * i) * D + d;
-                const __m256i zero = _mm256_setzero_si256();
-                const __m256i a = c + 2 * i < count ? _mm256_loadu_si256((const __m256i*)at) : zero;
-                const __m256i b = c + 2 * i + 1 < count ? _mm256_loadu_si256((const __m256i*)(at + D)) : zero;
-                const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
-                _mm512_store_si512(paired + i * PAIRED, both);
-            }
+// What is needed soon, into the second-level cache.
+inline void expect(const bf16* x, long count) {
+    for (long i = 0; i < count; i += PAIRED) _mm_prefetch((const char*)(x + i), _MM_HINT_T1);
 }
 
-// Adds weights [16, keys] (left tiles, one for 32 keys) times paired values to `out` [16, D], four tiles at a time.
-inline void weigh(const bf16* weight, const bf16* paired, long keys, long D, float* out) {
-    settle();
-    for (long d = 0; d < D; d += 2 * LANES) {
-        _tile_loadd(0, out + d, D * 4);
-        _tile_loadd(1, out + d + LANES, D * 4);
-        for (long c = 0; c < keys; c += PAIRED) {
-            const bf16* right = paired + (c / PAIRED * (D / LANES) + d / LANES) * TILE;
-            _tile_loadd(4, weight + c * LANES, 64);
-            _tile_loadd(6, right, 64);
-            _tile_loadd(7, right + TILE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
+// Values [keys, D], columns from `from` to `to`, as right tiles [keys / 32][columns / 16]: pairs of consecutive keys.
+// Beyond `count` keys they are zeros.
+inline void pair_values(const bf16* values, long count, long D, long from, long to, bf16* paired) {
+    alignas(64) static const uint16_t order[2][32] = {
+        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]), zero = _mm512_setzero_si512();
+    for (long c = 0; c < count; c += PAIRED, paired += (to - from) / LANES * TILE)
+        for (long i = 0; i < LANES; ++i) {
+            const long key = c + 2 * i;
+            const bf16* at = values + key * D;
+            for (long d = from; d < to; d += PAIRED) {
+                const __m512i a = key < count ? _mm512_loadu_si512(at + d) : zero;
+                const __m512i b = key + 1 < count ? _mm512_loadu_si512(at + D + d) : zero;
+                bf16* tile = paired + (d - from) / LANES * TILE + i * PAIRED;
+                _mm512_store_si512(tile, _mm512_permutex2var_epi16(a, low, b));
+                _mm512_store_si512(tile + TILE, _mm512_permutex2var_epi16(a, high, b));
+            }
         }
-        _tile_stored(0, out + d, D * 4);
-        _tile_stored(1, out + d + LANES, D * 4);
+}
+
+// Adds weights [16, keys] (left tiles, one for 32 keys) times paired values to the tiles 0 to `tiles` - 1.
+template <int tiles> inline void weigh(const bf16* weight, const bf16* paired, long keys, Ahead& keys_ahead, Ahead& values_ahead) {
+    settle();
+    for (long c = 0; c < keys; c += PAIRED, weight += TILE, paired += tiles * TILE) {
+        keys_ahead.some();
+        values_ahead.some();
+        _tile_loadd(4, weight, 64);
+        _tile_loadd(5, paired, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, paired + TILE, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        if (tiles == 2) continue;
+        _tile_loadd(5, paired + 2 * TILE, 64);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, paired + 3 * TILE, 64);
+        _tile_dpbf16ps(3, 4, 6);
     }
 }
 
@@ -315,27 +327,44 @@ class Shared {
         first = s.first[slot], count = s.first[slot + 1] - first;
         share = s.heads / s.key_heads;
         prompt = whole(s.tokens[slot]);
+        expect_next();
         for (long i = first; i < first + count; ++i) longest = std::max(longest, whole(s.written[i] + 1));
     }
 
     void run() {
         for (long i = first; i < first + count; ++i) keep(i);
         static thread_local Room values, others, numbers, weights;
-        const bf16* above = s.prompt_v + (slot * s.key_heads + head) * s.prompt_room * D;
-        bf16* paired = values.take<bf16>(prompt * D);
-        pair_values(above, s.tokens[slot], D, paired);
-        own_paired = others.take<bf16>(longest * D + TILE + LANES * D);
-        score = numbers.take<float>((prompt + longest + 2 * LANES) * LANES + LANES * D);
+        paired = values.take<bf16>(prompt * D);
+        own_paired = others.take<bf16>(longest * COLUMNS + longest * LANES + LANES * D);
+        own_weight = own_paired + longest * COLUMNS;
+        score = numbers.take<float>((prompt + longest + LANES) * LANES + LANES * D);
         weight = weights.take<bf16>((prompt + longest) * LANES + LANES * D);
-        for (long lane = 0; lane < count * share; lane += LANES) tile(lane, paired);
+        for (long d = 0; d < D; d += COLUMNS)
+            pair_values(above(s.prompt_v), s.tokens[slot], D, d, std::min(d + COLUMNS, D), paired + prompt * d);
+        for (long lane = 0; lane < count * share; lane += LANES) tile(lane);
     }
 
   private:
     const Step& s;
     long slot, head, D, first = 0, count = 0, share = 1, prompt = 0, longest = 0;
-    bf16 *own_paired = nullptr, *weight = nullptr;
+    static constexpr long COLUMNS = 4 * LANES;  // of values that are added up at once
+    bf16 *paired = nullptr, *own_paired = nullptr, *own_weight = nullptr, *weight = nullptr;
     float* score = nullptr;
 
+    Ahead next_keys{nullptr, 0}, next_values{nullptr, 0};
+
+    // The keys and values of the prompt that is likely to come next: some at each step of `weigh`.
+    void expect_next() {
+        const bool same = head + 1 < s.key_heads;
+        if (!same && slot + 1 == s.slots) return;
+        const long at = same ? slot * s.key_heads + head + 1 : (slot + 1) * s.key_heads;
+        const long lines = s.tokens[same ? slot : slot + 1] * D / PAIRED, tiles = (count * share + LANES - 1) / LANES;
+        const long steps = prompt / PAIRED * tiles * ((D + COLUMNS - 1) / COLUMNS);
+        next_keys = {(const char*)(s.prompt_k + at * s.prompt_room * D), (lines + steps - 1) / steps};
+        next_values = {(const char*)(s.prompt_v + at * s.prompt_room * D), (lines + steps - 1) / steps};
+    }
+
+    bf16* above(bf16* kept) const { return kept + (slot * s.key_heads + head) * s.prompt_room * D; }
     bf16* own(bf16* kept, long i) const { return kept + (s.place[i] * s.key_heads + head) * s.own_room * D; }
 
     void keep(long i) const {
@@ -353,24 +382,50 @@ class Shared {
         return (__mmask16)((1 << to) - (1 << from));
     }
 
-    void tile(long lane, const bf16* paired) {
+    void tile(long lane) {
         const long lanes = std::min(LANES, count * share - lane);
         bf16* packed = weight + (prompt + longest) * LANES;
         pack_queries(lane, lanes, packed);
-        scores(s.prompt_k + (slot * s.key_heads + head) * s.prompt_room * D, prompt, packed, D, score);
+        const long begin = first + lane / share, end = first + (lane + lanes - 1) / share + 1;
+        expect(own(s.own_k, begin), (s.written[begin] + 1) * D);
+        scores(above(s.prompt_k), prompt, packed, D, score);
         const __m512 unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         for (long c = s.tokens[slot]; c < prompt + longest; ++c) _mm512_store_ps(score + c * LANES, unseen);
-        const long begin = first + lane / share, end = first + (lane + lanes - 1) / share + 1;
-        for (long i = begin; i < end; ++i) own_scores(i, lanes_of(i, lane), packed);
+        for (long i = begin; i < end; ++i) {
+            if (i + 1 < end) expect(own(s.own_k, i + 1), (s.written[i + 1] + 1) * D);
+            expect(own(s.own_v, i), (s.written[i] + 1) * D);
+            own_scores(i, lanes_of(i, lane), packed);
+        }
         soften(score, prompt + longest, weight);
-        float* out = score + (prompt + longest + 2 * LANES) * LANES;
-        std::memset(out, 0, LANES * D * 4);
-        weigh(weight, paired, prompt, D, out);
-        for (long i = begin; i < end; ++i) own_values(i, lanes_of(i, lane), out);
+        float* out = score + (prompt + longest + LANES) * LANES;
+        for (long d = 0; d < D; d += COLUMNS)
+            D - d > PAIRED ? mean<4>(lane, begin, end, d, out) : mean<2>(lane, begin, end, d, out);
         for (long j = 0; j < lanes; ++j) {
             bf16* y = s.out + s.row[first + (lane + j) / share] * s.heads * D + (head * share + (lane + j) % share) * D;
             for (long d = 0; d < D; d += LANES) store(y + d, _mm512_load_ps(out + j * D + d));
         }
+    }
+
+    // The weighted values of all keys, columns from d on, to `out` [16, D].
+    template <int tiles> void mean(long lane, long begin, long end, long d, float* out) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (tiles == 4) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        weigh<tiles>(weight, paired + prompt * d, prompt, next_keys, next_values);
+        Ahead nothing{nullptr, 0};
+        for (long i = begin; i < end; ++i) {
+            const long seen = s.written[i] + 1;
+            pair_values(own(s.own_v, i), seen, D, d, d + tiles * LANES, own_paired);
+            weigh<tiles>(weight_of(lanes_of(i, lane), seen), own_paired, seen, nothing, nothing);
+        }
+        _tile_stored(0, out + d, D * 4);
+        _tile_stored(1, out + d + LANES, D * 4);
+        if (tiles == 2) return;
+        _tile_stored(2, out + d + 2 * LANES, D * 4);
+        _tile_stored(3, out + d + 3 * LANES, D * 4);
     }
 
     void pack_queries(long lane, long lanes, bf16* packed) const {
@@ -394,8 +449,9 @@ class Shared {
         for (long c = 0; c < seen; c += LANES) {
             const bf16* keys = own(s.own_k, i) + c * D;
             if (c + LANES > s.own_room) {  // the room ends within a block
-                std::memcpy(own_paired, keys, (seen - c) * D * 2);
-                keys = own_paired;
+                bf16* spare = own_weight + longest * LANES;
+                std::memcpy(spare, keys, (seen - c) * D * 2);
+                keys = spare;
             }
             scores(keys, LANES, packed, D, part);
             for (long j = 0; j < std::min(LANES, seen - c); ++j)
@@ -403,18 +459,15 @@ class Shared {
         }
     }
 
-    // The row's own values, with the weights of other rows' lanes left out.
-    void own_values(long i, __mmask16 lanes, float* out) {
-        const long seen = s.written[i] + 1;
-        bf16* alone = own_paired + longest * D;
-        pair_values(own(s.own_v, i), seen, D, own_paired);
-        for (long c = 0; c < seen; c += PAIRED) {
+    // The weights of a row's own keys, without those of other rows' lanes.
+    const bf16* weight_of(__mmask16 lanes, long seen) {
+        bf16* alone = own_weight;
+        for (long c = 0; c < seen; c += PAIRED)
             for (long j = 0; j < LANES; ++j) {
                 const __m512i all = _mm512_load_si512(weight + (prompt + c) * LANES + j * PAIRED);
-                _mm512_store_si512(alone + j * PAIRED, lanes >> j & 1 ? all : _mm512_setzero_si512());
+                _mm512_store_si512(alone + c * LANES + j * PAIRED, lanes >> j & 1 ? all : _mm512_setzero_si512());
             }
-            weigh(alone, own_paired + c * D, PAIRED, D, out);
-        }
+        return alone;
     }
 };
 
