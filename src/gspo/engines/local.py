@@ -255,7 +255,7 @@ class LocalEngine:
         uniform_B = torch.from_numpy(self._flight.next_uniforms(rows)).to(device)
         answers = [self._flight.answers[row] for row in rows]
         greedy_B = torch.tensor([opened.request.greedy for opened, _ in answers], device=device)
-        token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling)
+        token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling, self._policy.kernels)
         finite_B = torch.isfinite(logprob_B)
         if not bool(finite_B.all()):
             opened, index = answers[int(finite_B.logical_not().nonzero()[0])]

@@ -76,6 +76,8 @@ class Kernels:
         self._rotate, self._gate = library.gspo_rotate, library.gspo_gate
         self._rotate.argtypes = [pointer, number, pointer, pointer, number, number, number]
         self._gate.argtypes = [pointer, pointer, number, number]
+        self._sample = library.gspo_sample
+        self._sample.argtypes = [pointer, pointer, pointer, pointer, number, number]
 
     @staticmethod
     def multiplies(weight: Tensor) -> bool:
@@ -121,6 +123,18 @@ class Kernels:
         y = x.new_empty(len(x), x.shape[1] // 2)
         self._gate(x.data_ptr(), y.data_ptr(), *y.shape)
         return y
+
+    @staticmethod
+    def draws(logits_BV: Tensor) -> bool:
+        """Whether `sample` takes these."""
+        return logits_BV.dtype == torch.float32 and logits_BV.device.type == "cpu" and logits_BV.is_contiguous()
+
+    def sample(self, logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+        """A token of each row (int64) of logits in float32, and its log-probability (float64); see `engines.sampler`."""
+        token_B, logprob_B = torch.empty_like(uniform_B, dtype=torch.int64), torch.empty_like(uniform_B)
+        at = (x.data_ptr() for x in (logits_BV, uniform_B, token_B, logprob_B))
+        self._sample(*at, *logits_BV.shape)
+        return token_B, logprob_B
 
     @staticmethod
     def attends(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -34,7 +34,7 @@ inline void store(bf16* y, __m512 x) { _mm256_storeu_si256((__m256i*)y, narrowed
 
 // e^x for x <= 0, to about 2e-7 of it: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order: what is not a number stays so
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -299,12 +299,12 @@ inline void soften(float* score, long keys, bf16* weight) {
     }
     for (long c = 0; c < keys; ++c) {
         const __m512 s = _mm512_load_ps(score + c * LANES);
-        const __mmask16 seen = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-3.0e38f), _CMP_GT_OQ);
+        const __mmask16 seen = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-3.0e38f), _CMP_NLE_UQ);
         const __m512 e = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(s, largest)));
         _mm512_store_ps(score + c * LANES, e);
         sum = _mm512_add_ps(sum, e);
     }
-    const __m512 part = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(sum, _mm512_set1_ps(1e-30f)));
+    const __m512 part = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(_mm512_set1_ps(1e-30f), sum));
     for (long c = 0; c < keys; c += PAIRED, weight += TILE) {
         __m512i r[16];
         for (long i = 0; i < LANES; ++i) {
@@ -471,6 +471,55 @@ class Shared {
     }
 };
 
+// ------------------------------------------------------------------------------------------------ sampling
+
+constexpr long BLOCK = 256;  // tokens whose weights are summed up before any is looked at alone
+
+inline __mmask16 lanes(long count) { return count >= LANES ? 0xffff : (__mmask16)((1 << count) - 1); }
+
+// Weights of up to 16 tokens; those that there are not weigh nothing.
+inline __m512 weights(const float* z, long count, __m512 largest) {
+    const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), lanes(count), z);
+    const __m512 below = _mm512_sub_ps(x, largest);
+    // Smaller ones than float32 has would be its smallest.
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(below, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), exponential(below));
+}
+
+// The first place in `weight` at which the sum exceeds `goal`; the last that weighs anything if rounding lets none.
+template <class Number> long first_above(const Number* weight, long count, double& goal) {
+    long last = 0;
+    double before = 0, sum = 0;
+    for (long i = 0; i < count; ++i) {
+        if (!(weight[i] > 0)) continue;
+        before = sum, sum += weight[i], last = i;
+        if (sum > goal) break;
+    }
+    goal -= before;
+    return last;
+}
+
+long draw(const float* z, long V, double uniform, double* logprob) {
+    __m512 high = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    for (long v = 0; v < V; v += LANES) high = _mm512_mask_max_ps(high, lanes(V - v), high, _mm512_maskz_loadu_ps(lanes(V - v), z + v));
+    const float largest = _mm512_reduce_max_ps(high);
+    const __m512 shift = _mm512_set1_ps(largest);
+    static thread_local Room room;
+    double* sums = room.take<double>(V / BLOCK + 1);
+    double total = 0;
+    for (long v = 0; v < V; v += BLOCK) {
+        __m512 sum = _mm512_setzero_ps();
+        for (long i = v; i < std::min(v + BLOCK, V); i += LANES) sum = _mm512_add_ps(sum, weights(z + i, V - i, shift));
+        total += sums[v / BLOCK] = _mm512_reduce_add_ps(sum);
+    }
+    double goal = uniform * total;
+    const long start = first_above(sums, (V + BLOCK - 1) / BLOCK, goal) * BLOCK, count = std::min(BLOCK, V - start);
+    alignas(64) float each[BLOCK];
+    for (long i = 0; i < count; i += LANES) _mm512_store_ps(each + i, weights(z + start + i, V - start - i, shift));
+    const long token = start + first_above(each, count, goal);
+    *logprob = (double)z[token] - largest - std::log(total);
+    return token;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------ what is called
@@ -503,6 +552,13 @@ void gspo_attend(const Step* step) {
             for (long head = 0; head < step->key_heads; ++head)
                 if (step->first[slot + 1] > step->first[slot]) Shared(*step, slot, head).run();
     }
+}
+
+// One token of each row of z [rows, V] (float32) by the inverse CDF of its softmax, in token order: the first at which
+// the cumulated weight exceeds uniform times the total. `logprob` is not finite if z is not.
+void gspo_sample(const float* z, const double* uniform, int64_t* token, double* logprob, long rows, long V) {
+#pragma omp parallel for schedule(static)
+    for (long row = 0; row < rows; ++row) token[row] = draw(z + row * V, V, uniform[row], logprob + row);
 }
 
 // x [T, K] += more (if any), in place;  y = x / rms(x) * weight.
