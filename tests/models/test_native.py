@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compiled import needs_kernels
@@ -81,6 +82,41 @@ def test_gates_hold_for_all_sizes_of_numbers() -> None:
     expected = fused._gate(gate.float(), up.float()).bfloat16()
     found = native.kernels().gate(torch.cat([gate, up], 1))
     assert torch.allclose(found.float(), expected.float(), rtol=2**-7, atol=1e-30)
+
+
+@needs_kernels
+def test_threads_share_the_work_and_change_nothing() -> None:
+    kernels, x, weight = native.kernels(), drawn(40, 576), drawn(208, 576, seed=1)
+    z, uniform = torch.randn(9, 300), torch.rand(9, dtype=torch.float64)
+    alone = kernels.product(x, weight), kernels.sample(z, uniform), attended(3)
+    torch.set_num_threads(3)
+    try:
+        together = kernels.product(x, weight), kernels.sample(z, uniform), attended(3)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def attended(rows: int, wrong: int | None = None) -> Tensor:
+    """Rows of one prompt of 40 tokens, with two tokens of their own before; `wrong`: a row whose query is no number."""
+    heads, keys, size = 6, 2, 32
+    q, k, v = drawn(rows, heads, size), drawn(rows, keys, size, seed=1), drawn(rows, keys, size, seed=2)
+    if wrong is not None:
+        q[wrong] = float("nan")
+    prompt = drawn(1, keys, 64, size, seed=3), drawn(1, keys, 64, size, seed=4)
+    own = drawn(rows, keys, 16, size, seed=5), drawn(rows, keys, 16, size, seed=6)
+    numbers = np.arange(rows)
+    places = native.Places(np.array([0, rows]), numbers, numbers, np.full(rows, 2), np.array([40]))
+    out = torch.empty_like(q)
+    native.kernels().attend((q, k, v), prompt, own, places, scaling=0.3, out=out)
+    return out
+
+
+@needs_kernels
+def test_what_is_no_number_stays_in_its_row_and_is_seen_there() -> None:
+    found, expected = attended(4, wrong=1), attended(4)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
 
 
 # ------------------------------------------------------------------------------ where there are none

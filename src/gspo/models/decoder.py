@@ -70,12 +70,12 @@ class Layers:
         base, kernels, size = self._base, self._kernels, self._size
         x = base.embed_tokens(tokens_T)
         cos, sin = (y[0] for y in base.rotary_emb(x[None], position_T[None]))
+        heads, key_heads = (w.shape[0] // size for w in self._layers[0].qkv[:2])
         more = None  # what the layer before adds to x: the next norm does it on the way
         for number, layer in enumerate(self._layers):
             rows = kernels.product(_normed(kernels, layer.before, x, more), *layer.qkv)
-            heads, key_heads = (len(weight) // size for weight in layer.qkv[:2])
             kernels.rotate(rows, heads + key_heads, cos, sin)
-            each = rows.view(len(rows), -1, size).transpose(0, 1)[None]
+            each = rows.view(rows.shape[0], -1, size).transpose(0, 1)[None]
             q, k, v = torch.split(each, [heads, key_heads, key_heads], 1)
             attended = layout.attend(number, q, k, v, scaling=layer.scaling, window=None)[0].flatten(1)
             rows = _normed(kernels, layer.after, x, kernels.product(attended, layer.out))
