@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gspo.errors import InputError
 from gspo.models.attention import Layout
 from gspo.models.linear import transposed_product
+from gspo.models.native import Kernels
 
 # Rows and columns of the largest block of logits that ever exists: 4 MiB in float32, which stay in the cache. Many rows,
 # since each block of the weight is re-ordered for its product.
@@ -102,13 +103,15 @@ def next_logits(
     layout: Layout,
     source_N: Tensor,
     factor_VD: Tensor | None = None,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Logits [N, V] at the positions `source_N`, float32 (float64 in a float64 model), without gradients.
 
-    `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights.
+    `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights. `kernels` are
+    used if the head's weight suits them, and then no factor is needed.
     """
     with torch.no_grad():
-        job = partial(_predict, source_N=source_N, factor_VD=factor_VD)
+        job = partial(predict, source_N=source_N, factor_VD=factor_VD, kernels=kernels)
         return run_head(model, job, tokens_T=tokens_T, position_T=position_T, layout=layout)
 
 
@@ -140,8 +143,14 @@ def _score(
     return torch.stack(results if values is None else (*results, values(hidden_ND)))
 
 
-def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None) -> Tensor:
+def predict(
+    head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None, kernels: Kernels | None
+) -> Tensor:
+    """`next_logits` of hidden states [1, T, D]."""
     hidden_ND = hidden[0].index_select(0, source_N)
+    if kernels is not None and kernels.multiplies(head.weight):
+        logits_NV = kernels.product(hidden_ND, head.weight, wide=True)
+        return logits_NV if head.bias is None else logits_NV.add_(head.bias)
     products = _products(head.weight)
     weight = head.factor() if factor_VD is None else factor_VD
     logits_NV = products.multiply(hidden_ND.to(products.factor), weight.T)

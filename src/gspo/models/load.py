@@ -25,10 +25,11 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
-from gspo.models import fused, heads, linear, lora
+from gspo.models import fused, heads, linear, lora, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
+from gspo.models.native import Kernels
 from gspo.models.routing import install_routing
 
 log = logging.getLogger("gspo")
@@ -61,6 +62,8 @@ class Policy:
     device: torch.device
     announcement: str
     """One line for the console."""
+    kernels: Kernels | None = None
+    """With which the engine decodes, if this machine has them."""
 
 
 def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0) -> Policy:
@@ -100,13 +103,13 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
     _make_savable(hf, model.name)
     if model.gradient_checkpointing:
         _checkpoint_activations(hf, model.name)
-    fusing = _fuse(hf, model.compile, parameters, device)
+    fusing, kernels = _fuse(hf, model.compile, parameters, compute)
     stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
     announcement = (
         f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}){adapter}; "
         f"stored {stored}, computed {str(compute).removeprefix('torch.')}{fusing}, optimizer {stored}; on {device}"
     )
-    return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement)
+    return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement, kernels)
 
 
 def load_tokenizer(model: config.Model) -> Any:
@@ -267,24 +270,30 @@ _WORTH_COMPILING = 50_000_000
 """Parameters from which on compiling pays within a few updates: its seconds do not depend on the size."""
 
 
-def _fuse(model: Any, wanted: bool | None, parameters: int, device: torch.device) -> str:
-    """Compile the elementwise formulas if that is wanted, or, left open, worth it and possible; words that say so."""
+def _fuse(model: Any, wanted: bool | None, parameters: int, compute: torch.dtype) -> tuple[str, Kernels | None]:
+    """Compile the elementwise formulas, and what the engine decodes with, if that is wanted, or, left open, worth it and
+    possible; words that say so."""
     if wanted is False or (wanted is None and parameters < _WORTH_COMPILING):
-        return ""
-    kernels = fused.compiled()
+        return "", None
+    formulas = fused.compiled()
     try:
-        kernels.gate(torch.ones(2, 8, device=device), torch.ones(2, 8, device=device))
+        formulas.gate(torch.ones(2, 8, device=model.device), torch.ones(2, 8, device=model.device))
     except Exception as error:  # whatever the compiler of this machine says
         words = str(error).strip().splitlines()[0]
         if wanted is None:
-            return f" (not compiled: {words})"
+            return f" (not compiled: {words})", None
         raise InputError(
             f"model.compile=true: torch.compile does not work here ({words}). It needs a C++ compiler on a CPU "
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
-    fused.install(model, kernels)
+    fused.install(model, formulas)
     model.get_output_embeddings().formulas = heads.compiled()
-    return " (norms, gates and log-probabilities compiled)"
+    if compute != torch.bfloat16 or model.device.type != "cpu":
+        return " (norms, gates and log-probabilities compiled)", None
+    try:
+        return " (decoding, norms, gates and log-probabilities compiled)", native.kernels()
+    except native.UnavailableError as error:
+        return f" (norms, gates and log-probabilities compiled; not decoding: {error})", None
 
 
 def _count(parameters: int) -> str:
