@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
-from gspo.models import fused, heads, linear, lora
+from gspo.models import fused, heads, layers, linear, lora
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
@@ -283,8 +283,9 @@ def _fuse(model: Any, wanted: bool | None, parameters: int, device: torch.device
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
     fused.install(model, kernels)
+    layers.install(model, layers.compiled(kernels))
     model.get_output_embeddings().formulas = heads.compiled()
-    return " (norms, gates and log-probabilities compiled)"
+    return " (norms, gates, positions and log-probabilities compiled)"
 
 
 def _count(parameters: int) -> str:
@@ -297,8 +298,8 @@ def _count(parameters: int) -> str:
 def _prepare(model: Any, name: str) -> None:
     """Packed attention and policy head, held against the model's own computation on a few tokens."""
     family = type(model).__name__
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    foreign = layers - {"full_attention", "sliding_attention"}
+    known = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    foreign = known - {"full_attention", "sliding_attention"}
     if foreign or not model._supports_attention_backend:
         kinds = f" ({', '.join(sorted(foreign))})" if foreign else ""
         raise InputError(
@@ -321,6 +322,7 @@ def _prepare(model: Any, name: str) -> None:
     install_head(model)
     install_routing(model)
     fused.install(model, fused.Kernels())
+    layers.install(model, layers.Kernels())
     linear.install(model)
     sources = torch.arange(11, device=model.device)
     found, _ = trained_logprobs(
