@@ -392,8 +392,12 @@ def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         # Micro-batches add up in the master's precision: a sum in bfloat16 would depend on how the batch is cut.
         assert parameter.grad is not None
-        gradient = parameter.grad.to(master.dtype)
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if master.grad is None:
+            master.grad = torch.empty_like(master).copy_(parameter.grad)
+        else:
+            # In pieces that stay in the cache: the addition makes a wide copy of what it adds.
+            for total, part in zip(master.grad.view(-1).split(2**17), parameter.grad.view(-1).split(2**17), strict=True):
+                total.add_(part)
         parameter.grad = None
 
     return hook
