@@ -41,7 +41,7 @@ def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _part(rows: Tensor, cos: Tensor, sin: Tensor, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """[T, (H + K + K) D] -> queries [T, H, D], keys and values [T, K, D]; cos and sin [T, D]."""
     x = rows.view(len(rows), -1, cos.shape[-1])
-    q, k, v = x.split([x.shape[1] - 2 * key_heads, key_heads, key_heads], 1)
+    q, k, v = torch.split(x, [x.shape[1] - 2 * key_heads, key_heads, key_heads], 1)
     return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
@@ -55,6 +55,18 @@ def _regate(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Ten
     return opened * up, torch.ops.aten.silu_backward(grad * up, gate), grad * opened
 
 
+def _norm_of_sum(x: Tensor, delta: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, its norm, and 1 / rms."""
+    total = x + delta
+    return total, *fused.norm(total, weight, epsilon)
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, which also went on `beside` the norm, and of the weight."""
+    grad_x, grad_weight = fused.norm_backward(grad, x, weight, scale)
+    return grad_x + beside, grad_weight
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The formulas, as they are or compiled."""
@@ -62,87 +74,85 @@ class Kernels:
     part: Callable[..., tuple[Tensor, Tensor, Tensor]] = _part
     part_backward: Callable[..., Tensor] = _part_backward
     regate: Callable[..., tuple[Tensor, Tensor, Tensor]] = _regate
+    norm_of_sum: Callable[..., tuple[Tensor, Tensor, Tensor]] = _norm_of_sum
+    norm_backward: Callable[..., tuple[Tensor, Tensor]] = _norm_backward
     fused: fused.Kernels = field(default_factory=fused.Kernels)
 
 
 def compiled(others: fused.Kernels) -> Kernels:
     """Each formula as one pass over memory; made when it is first called."""
     fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
-    return Kernels(fuse(_part), fuse(_part_backward), fuse(_regate), others)
+    formulas = (_part, _part_backward, _regate, _norm_of_sum, _norm_backward)
+    return Kernels(**{formula.__name__.strip("_"): fuse(formula) for formula in formulas}, fused=others)
 
 
 # ------------------------------------------------------------------------------ with gradients
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _How:
+    """What the two functions take beside tensors."""
+
     epsilon: float
-    kernels: fused.Kernels
+    kernels: Kernels
 
-    def __call__(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.norm(x, weight, self.epsilon)
-
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.norm_backward(grad, x, weight, scale)
+    def norm(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.fused.norm(x, weight, self.epsilon)
 
 
 class _Projected(torch.autograd.Function):
-    """Queries, keys and values of the normed input, in one product. The normed input is made again, not kept."""
+    """The input itself; queries, keys and values of the normed input, in one product. The normed input is made again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, how: tuple[_Norm, Kernels], *each: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        norm, kernels = ctx.how = how
-        normed, scale = norm(x, norm_weight)
-        ctx.save_for_backward(x, norm_weight, scale, cos, sin, *each)
-        return kernels.part(linear(normed, torch.cat(each)), cos, sin, len(each[1]) // cos.shape[-1])
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, how: _How, *weights: Tensor) -> tuple[Tensor, ...]:
+        norm, *each = weights
+        ctx.how = how
+        normed, scale = how.norm(x, norm)
+        ctx.save_for_backward(x, cos, sin, scale, *weights)
+        return x, *how.kernels.part(linear(normed, torch.cat(each)), cos, sin, len(each[1]) // cos.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, scale, cos, sin, *each = ctx.saved_tensors
-        norm, kernels = ctx.how
+    def backward(ctx: Any, beside: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin, scale, norm, *each = ctx.saved_tensors
+        kernels: Kernels = ctx.how.kernels
         grad = kernels.part_backward(*(g.contiguous() for g in grads), cos, sin)
         by_normed = torch.mm(grad, torch.cat(each))
         by_each: tuple[Tensor | None, ...] = (None,) * len(each)
         if any(ctx.needs_input_grad[5:]):
-            by_each = transposed_product(grad, norm(x, norm_weight)[0]).split([len(w) for w in each])
-        by_x, by_norm = norm.backward(by_normed, x, norm_weight, scale)
-        return by_x, by_norm, None, None, None, *by_each
+            whole = transposed_product(grad, ctx.how.norm(x, norm)[0])
+            by_each = torch.split(whole, [len(w) for w in each])
+        by_x, by_norm = kernels.norm_backward(by_normed, x, norm, scale, beside)
+        return by_x, None, None, None, by_norm, *by_each
 
 
 class _Finished(torch.autograd.Function):
     """The layer from its attention on: m = x + attended O,  m + down(silu(gate n(m)) up n(m))."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, attended: Tensor, norm_weight: Tensor, how: tuple[_Norm, Kernels], *each: Tensor
-    ) -> Tensor:
-        norm, kernels = ctx.how = how
-        out, gate, up, down = each
-        middle = linear(attended, out).add_(x)
-        normed, scale = norm(middle, norm_weight)
+    def forward(ctx: Any, x: Tensor, attended: Tensor, how: _How, *weights: Tensor) -> Tensor:
+        norm, out, gate, up, down = weights
+        ctx.how = how
+        middle, normed, scale = how.kernels.norm_of_sum(x, linear(attended, out), norm, how.epsilon)
         gated, upped = linear(normed, gate), linear(normed, up)
-        ctx.save_for_backward(attended, middle, norm_weight, scale, gated, upped, *each)
-        return linear(kernels.fused.gate(gated, upped), down).add_(middle)
+        ctx.save_for_backward(attended, middle, scale, gated, upped, *weights)
+        return linear(how.kernels.fused.gate(gated, upped), down).add_(middle)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attended, middle, norm_weight, scale, gated, upped, out, gate, up, down = ctx.saved_tensors
-        norm, kernels = ctx.how
+        attended, middle, scale, gated, upped, norm, out, gate, up, down = ctx.saved_tensors
+        kernels: Kernels = ctx.how.kernels
+        weigh = _WeightGradients(ctx.needs_input_grad[3:])
         inner, by_gated, by_upped = kernels.regate(torch.mm(grad, down), gated, upped)
-        weigh = _WeightGradients(ctx.needs_input_grad[4:])
-        by_down = weigh(3, grad, inner)
+        by_down = weigh(4, grad, inner)
         del inner
-        normed = norm(middle, norm_weight)[0]
-        by_gate, by_up = weigh(1, by_gated, normed), weigh(2, by_upped, normed)
+        normed = ctx.how.norm(middle, norm)[0]
+        by_gate, by_up = weigh(2, by_gated, normed), weigh(3, by_upped, normed)
         by_normed = torch.addmm(torch.mm(by_gated, gate), by_upped, up)
-        by_middle, by_norm = norm.backward(by_normed, middle, norm_weight, scale)
-        by_middle.add_(grad)
-        by_out = weigh(0, by_middle, attended)
-        return by_middle, torch.mm(by_middle, out), by_norm, None, by_out, by_gate, by_up, by_down
+        by_middle, by_norm = kernels.norm_backward(by_normed, middle, norm, scale, grad)
+        by_out = weigh(1, by_middle, attended)
+        return by_middle, torch.mm(by_middle, out), None, by_norm, by_out, by_gate, by_up, by_down
 
 
 @dataclass(frozen=True)
@@ -188,7 +198,7 @@ def _is_llamas(module: Any) -> bool:
     )
 
 
-def _same(own: type, llamas: type) -> bool:
+def _same(own: Any, llamas: Any) -> bool:
     """Whether the two classes have the same forward."""
     return own is llamas or _code(getattr(own, "forward", None)) == _code(llamas.forward)
 
@@ -222,14 +232,13 @@ def _forward(
             layer, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
         )
         return own
-    x, turns = hidden_states[0], [y[0] for y in position_embeddings]
-    first, second = (
-        (norm.weight, (_Norm(norm.variance_epsilon, kernels.fused), kernels))
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-    )
-    q_proj, k_proj, v_proj, *others = (part.weight for part in _linears(layer))
-    parts: Any = _Projected.apply(x, first[0], *turns, first[1], q_proj, k_proj, v_proj)  # type: ignore[no-untyped-call]
-    q, k, v = (part.transpose(0, 1)[None] for part in parts)
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    q, k, v, *others = (part.weight for part in _linears(layer))
+    how = _How(first.variance_epsilon, kernels)
+    turns = [y[0] for y in position_embeddings]
+    parts: Any = _Projected.apply(hidden_states[0], *turns, how, first.weight, q, k, v)  # type: ignore[no-untyped-call]
+    q, k, v = (part.transpose(0, 1)[None] for part in parts[1:])
     attended = attention(attn, q, k, v, attention_mask, scaling=attn.scaling, **kwargs)[0][0].flatten(1)
-    result: Tensor = _Finished.apply(x, attended, *second, *others)  # type: ignore[no-untyped-call]
+    how = _How(second.variance_epsilon, kernels)
+    result: Tensor = _Finished.apply(parts[0], attended, how, second.weight, *others)  # type: ignore[no-untyped-call]
     return result[None]
