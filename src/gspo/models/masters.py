@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspo.models.heads import PolicyHead
+
 _PIECE = 2**17
 """Numbers that are added at once: their wide copy stays in the cache."""
+_BLOCK = 2**24
+"""Numbers of gradients that lie together in memory."""
 
 
 class Gradients:
@@ -24,21 +28,35 @@ class Gradients:
     def __init__(self, model: Any, masters: Mapping[str, nn.Parameter]) -> None:
         self._room: dict[nn.Parameter, Tensor] = {}
         self._masters = list(masters.values())
+        of_weight = {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
         for name, p in model.named_parameters():
             if name in masters:
                 p.register_post_accumulate_grad_hook(self._add_to(masters[name]))
-        rows = model.get_input_embeddings()
-        owner = {id(p): name for name, p in model.named_parameters()}
-        if _is_plain(rows) and owner[id(rows.weight)] in masters:
-            rows.register_forward_hook(self._add_rows_to(masters[owner[id(rows.weight)]]))
+        rows, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if _is_plain(rows) and id(rows.weight) in of_weight:
+            rows.register_forward_hook(self._add_rows_to(of_weight[id(rows.weight)]))
+        if isinstance(head, PolicyHead) and id(head.weight) in of_weight:
+            head.collect = self._add_block_to(of_weight[id(head.weight)])
 
     def make_room(self) -> None:
-        """One block for all that have none yet, before any activation: among those they would leave gaps that fit nothing."""
-        missing = [m for m in self._masters if m.grad is None and m not in self._room]
-        if missing:
-            block = missing[0].new_empty(sum(m.numel() for m in missing), requires_grad=False)
-            parts = torch.split(block, [m.numel() for m in missing])
-            self._room = {m: part.view_as(m) for m, part in zip(missing, parts, strict=True)}
+        """For all that have none yet, before any activation: among those they would leave gaps that fit nothing.
+
+        In a few large blocks, which the next update finds again even if something small lies between them by then.
+        """
+        block: list[nn.Parameter] = []
+        for master in self._masters:
+            if master.grad is None and master not in self._room:
+                if block and sum(m.numel() for m in block) + master.numel() > _BLOCK:
+                    self._make_block(block)
+                    block = []
+                block.append(master)
+        self._make_block(block)
+
+    def _make_block(self, masters: list[nn.Parameter]) -> None:
+        sizes = [m.numel() for m in masters]
+        if sizes:
+            parts = torch.split(masters[0].detach().new_empty(sum(sizes)), sizes)
+            self._room.update((m, part.view_as(m)) for m, part in zip(masters, parts, strict=True))
 
     def leave_room(self) -> None:
         """Give back what no gradient came for."""
@@ -47,6 +65,11 @@ class Gradients:
     def _empty(self, master: nn.Parameter) -> Tensor:
         return self._room.pop(master) if master in self._room else torch.empty_like(master, requires_grad=False)
 
+    def _total(self, master: nn.Parameter) -> Tensor:
+        if master.grad is None:
+            master.grad = self._empty(master).zero_()
+        return master.grad
+
     def _add_to(self, master: nn.Parameter) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             # Micro-batches add up in the master's precision: a sum in bfloat16 would depend on how the batch is cut.
@@ -54,12 +77,14 @@ class Gradients:
             if master.grad is None:
                 master.grad = self._empty(master).copy_(parameter.grad)
             else:
-                pieces = (torch.split(x.reshape(-1), _PIECE) for x in (master.grad, parameter.grad))
-                for total, part in zip(*pieces, strict=True):
-                    total.add_(part)
+                _add(master.grad, parameter.grad)
             parameter.grad = None
 
         return hook
+
+    def _add_block_to(self, master: nn.Parameter) -> Callable[[slice, Tensor], None]:
+        """Rows of the head, as soon as they are multiplied."""
+        return lambda rows, grad: _add(self._total(master)[rows], grad)
 
     def _add_rows_to(self, master: nn.Parameter) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         """The few rows of the embedding that were read, in the place of a gradient as large as the vocabulary."""
@@ -72,14 +97,17 @@ class Gradients:
             return leaf
 
         def add(ids: Tensor, padding: Any, grad: Tensor) -> None:
-            if master.grad is None:
-                master.grad = self._empty(master).zero_()
             ids_T, grad_TD = ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(master.dtype)
             if padding is not None:  # as the embedding itself has it: that row is not trained by being read
                 grad_TD = grad_TD.masked_fill((ids_T == padding)[:, None], 0)
-            master.grad.index_add_(0, ids_T, grad_TD)
+            self._total(master).index_add_(0, ids_T, grad_TD)
 
         return forward_hook
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    for t, p in zip(*(torch.split(x.reshape(-1), _PIECE) for x in (total, part)), strict=True):
+        t.add_(p)
 
 
 def _is_plain(rows: Any) -> bool:
