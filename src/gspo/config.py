@@ -256,8 +256,8 @@ class Run(Section):
     """Steps by which the weights that are trained are ahead of those that wrote the answers: each step trains on answers sampled so many steps before, the first max_staleness + 1 steps on answers of the starting weights."""
     guard: Literal["off", "warn", "rollback"] = "rollback"
     """What happens when the policy collapses (docs/guard.md): rollback: back to the last good checkpoint with half the learning rate, three times at most."""
-    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
-    """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
+    max_tokens_per_microbatch: int = Field(default=1536, gt=0)
+    """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains little from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
     data: Prompts = Prompts()

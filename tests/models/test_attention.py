@@ -203,7 +203,7 @@ def test_what_the_attention_cannot_do_is_refused_by_name(extra: dict[str, Any], 
     module = families.make("llama").model.layers[0].self_attn
     x = torch.zeros(1, 4, 3, 8)
     with pytest.raises(InputError, match=f"LlamaAttention.*{word}"):
-        attention._attention(module, x, x, x, None, layout=Packed([3]), **extra)
+        attention.attention(module, x, x, x, None, layout=Packed([3]), **extra)
 
 
 def test_a_segment_without_tokens_is_refused() -> None:

@@ -7,17 +7,16 @@ Letters: T tokens, N chosen positions, V vocabulary, K width, H query heads, D h
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.models.llama import modeling_llama as llama
+from torch import Tensor
 
 from gspo.models.attention import Layout
 from gspo.models.cache import Step
 from gspo.models.heads import next_logits, predict
+from gspo.models.llamas import is_llamas, linears
 from gspo.models.lora import adapter_of
 from gspo.models.native import Kernels
 from gspo.models.packing import PackedWeights
@@ -88,7 +87,7 @@ def _normed(kernels: Kernels, norm: Any, x: Tensor, more: Tensor | None) -> Tens
 
 
 def _weights(layer: Any) -> _Weights:
-    q, k, v, out, gate, up, down = (part.weight.detach() for part in _linears(layer))
+    q, k, v, out, gate, up, down = (part.weight.detach() for part in linears(layer))
     return _Weights(
         layer.input_layernorm, layer.post_attention_layernorm, (q, k, v), out, (gate, up), down, layer.self_attn.scaling
     )
@@ -99,32 +98,11 @@ def _weights(layer: Any) -> _Weights:
 
 def layers_of(model: Any, kernels: Kernels) -> Layers | None:
     """None unless every module from embedding to last norm has Llama's code, and shapes that the kernels take."""
-    base = model.base_model
-    known = (
-        adapter_of(model) is None
-        and _same(type(model), llama.LlamaForCausalLM)
-        and _same(type(base), llama.LlamaModel)
-        and _same(type(base.norm), llama.LlamaRMSNorm)
-        and type(base.embed_tokens) is nn.Embedding
-        and all(_is_llamas(layer) and _suits(layer, kernels) for layer in base.layers)
-    )
-    return Layers(base, kernels) if known else None
-
-
-def _is_llamas(layer: Any) -> bool:
-    parts = (getattr(layer, name, None) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
-    llamas = (llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm, llama.LlamaRMSNorm)
-    own = inspect.getmodule(type(layer))
+    known = adapter_of(model) is None and is_llamas(model)
     return (
-        _same(type(layer), llama.LlamaDecoderLayer)
-        and all(_same(type(part), theirs) for part, theirs in zip(parts, llamas, strict=True))
-        and all(
-            _code(getattr(own, name, None)) == _code(getattr(llama, name))
-            for name in ("apply_rotary_pos_emb", "rotate_half")
-        )
-        and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and all(type(part) is nn.Linear and part.bias is None for part in _linears(layer))
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+        Layers(model.base_model, kernels)
+        if known and all(_suits(x, kernels) for x in model.base_model.layers)
+        else None
     )
 
 
@@ -134,18 +112,5 @@ def _suits(layer: Any, kernels: Kernels) -> bool:
         layer.self_attn.head_dim % 32 == 0
         and layer.self_attn.config.rope_parameters.get("partial_rotary_factor", 1) == 1
     )
-    return whole and all(kernels.multiplies(part.weight) for part in _linears(layer))
-
-
-def _same(own: type, llamas: type) -> bool:
-    """Whether the two classes have the same forward."""
-    return own is llamas or _code(getattr(own, "forward", None)) == _code(getattr(llamas, "forward", None))
-
-
-def _code(function: Any) -> str | None:
-    return None if function is None else inspect.getsource(inspect.unwrap(function))
-
-
-def _linears(layer: Any) -> list[nn.Linear]:
-    attn, mlp = layer.self_attn, layer.mlp
-    return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+    return whole and not hooked and all(kernels.multiplies(part.weight) for part in linears(layer))

@@ -39,6 +39,8 @@ class PolicyHead(nn.Linear):
         self.weight = layer.weight
         self.bias = layer.bias
         self.formulas = Formulas()
+        self.collect: Callable[[slice, Tensor], None] | None = None
+        """Takes the gradient of these rows of the weight, in the place of autograd; see `masters`."""
         self._job: Callable[[PolicyHead, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -139,7 +141,9 @@ def _score(
     values: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
-    results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, Softmax(temperature, head.formulas))  # type: ignore[no-untyped-call]
+    collect = head.collect if head.weight.requires_grad and hidden_ND.requires_grad else None
+    weight = head.weight if collect is None else head.weight.detach()
+    results = _Logprob.apply(hidden_ND, weight, head.bias, target_N, Softmax(temperature, head.formulas, collect))  # type: ignore[no-untyped-call]
     return torch.stack(results if values is None else (*results, values(hidden_ND)))
 
 
@@ -256,10 +260,12 @@ class Formulas:
 
 @dataclass(frozen=True)
 class Softmax:
-    """How logits become probabilities: divided by the temperature, and by which formulas."""
+    """How logits become probabilities: divided by the temperature, and by which formulas; and where a gradient goes."""
 
     temperature: float
     formulas: Formulas = Formulas()
+    collect: Callable[[slice, Tensor], None] | None = None
+    """As `PolicyHead.collect`."""
 
 
 def compiled() -> Formulas:
@@ -315,6 +321,7 @@ class _Logprob(torch.autograd.Function):
         by_target_N = _slope(logprob_N, by_logprob_N, by_entropy_N, entropy_N) + by_logprob_N
         grad_h, h_factor = torch.zeros_like(h, dtype=wide), hidden_ND.to(products.gradient)
         grad_weight = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        weighs = grad_weight is not None or softmax.collect is not None
         grad_bias = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
         for columns, weight, bias in _columns(weight_VD, bias_V):
             by_weight, by_bias = _Sum(), _Sum()
@@ -327,12 +334,14 @@ class _Logprob(torch.autograd.Function):
                 at, place = _targets(target_N, rows, columns)
                 grad[at, place] = by_target_N[rows.start + at].to(grad.dtype)
                 grad_h[rows] += torch.mm(grad, weight_VD[columns].to(products.gradient))
-                if grad_weight is not None:
+                if weighs:
                     by_weight.add(transposed_product(grad, h_factor[rows]))
                 if grad_bias is not None:
                     by_bias.add(grad.sum(0, dtype=wide))
             if grad_weight is not None:
                 grad_weight[columns] = by_weight.total
+            if softmax.collect is not None:
+                softmax.collect(columns, by_weight.total)  # type: ignore[arg-type]
             if grad_bias is not None:
                 grad_bias[columns] = by_bias.total
         return grad_h.to(hidden_ND.dtype), grad_weight, grad_bias, None, None

@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
-from gspo.models import fused, heads, linear, lora, native
+from gspo.models import fused, heads, layers, linear, lora, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
@@ -287,13 +287,14 @@ def _fuse(model: Any, wanted: bool | None, parameters: int, compute: torch.dtype
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
     fused.install(model, formulas)
+    layers.install(model, layers.compiled(formulas))
     model.get_output_embeddings().formulas = heads.compiled()
     if compute != torch.bfloat16 or model.device.type != "cpu":
-        return " (norms, gates and log-probabilities compiled)", None
+        return " (norms, gates, positions and log-probabilities compiled)", None
     try:
-        return " (decoding, norms, gates and log-probabilities compiled)", native.kernels()
+        return " (decoding, norms, gates, positions and log-probabilities compiled)", native.kernels()
     except native.UnavailableError as error:
-        return f" (norms, gates and log-probabilities compiled; not decoding: {error})", None
+        return f" (norms, gates, positions and log-probabilities compiled; not decoding: {error})", None
 
 
 def _count(parameters: int) -> str:
@@ -306,8 +307,8 @@ def _count(parameters: int) -> str:
 def _prepare(model: Any, name: str) -> None:
     """Packed attention and policy head, held against the model's own computation on a few tokens."""
     family = type(model).__name__
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    foreign = layers - {"full_attention", "sliding_attention"}
+    known = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    foreign = known - {"full_attention", "sliding_attention"}
     if foreign or not model._supports_attention_backend:
         kinds = f" ({', '.join(sorted(foreign))})" if foreign else ""
         raise InputError(
@@ -330,6 +331,7 @@ def _prepare(model: Any, name: str) -> None:
     install_head(model)
     install_routing(model)
     fused.install(model, fused.Kernels())
+    layers.install(model, layers.Kernels())
     linear.install(model)
     sources = torch.arange(11, device=model.device)
     found, _ = trained_logprobs(
