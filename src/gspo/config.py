@@ -348,7 +348,7 @@ def _rules(value: Any) -> tuple[Any, ...]:
     return rules
 
 
-_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")
+_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena|verifiers):.+")
 """What `data.source` says if it is an environment that makes its own prompts."""
 
 
