@@ -51,7 +51,7 @@ class Data(Section):
 
     shorthand = "source"
     source: str = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME, verifiers:TASKSET."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"

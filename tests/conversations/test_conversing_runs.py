@@ -122,9 +122,10 @@ def test_a_reward_reads_the_conversation_and_what_it_earned(folder: Path) -> Non
 
 def test_answers_judged_again_are_judged_as_the_conversations_that_they_were(folder: Path) -> None:
     """`whole` reads every message and what was earned; a conversation that failed has no verdict here either."""
-    rules: list[Any] = ["env.py:whole", "environment", {"function": "overlong:100", "weight": 0.5}]
-    run = gspo.train(**{**TINY, "sampling": endless(), "steps": 1}, data="env.py:Press", reward=rules, dir="runs/again")
-    words = ["--reward", "env.py:whole", "--reward", "environment", "--reward", "overlong:100"]
+    rules = ["env.py:whole", "environment", "overlong:40"]  # a buffer that is longer than one reply may be
+    keys = {**TINY, "sampling": endless(), "steps": 1, "conversation": {"max_tokens": 50}}
+    run = gspo.train(**keys, data="env.py:Press", reward=rules, dir="runs/again")
+    words = [word for rule in rules for word in ("--reward", rule)]
     out = folder / "again.jsonl"
     assert cli.guarded(lambda: cli.app(["rescore", str(run.folder), *words, "--out", str(out)])) == 0
     again = [json.loads(line)["new"] for line in out.read_text().splitlines()]
@@ -132,7 +133,7 @@ def test_answers_judged_again_are_judged_as_the_conversations_that_they_were(fol
     parts = [list(r["reward_parts"].values()) for r in written]
     assert again == pytest.approx([sum(each) for each in parts])
     assert any(len(r["messages"]) == 3 and r["earned"] == 0.5 for r in written)
-    assert any(each[2] < 0 for each in parts), "the penalty goes by the length of the conversation, not of a reply"
+    assert any(each[2] < 0 for each in parts)
 
     failed = gspo.train(
         **{**TINY, "sampling": endless(), "steps": 1}, data="env.py:noisy", reward=["env.py:whole"], dir="runs/fail"
