@@ -83,9 +83,9 @@ def test_a_session_with_its_server(url: str) -> None:
     assert env.step("x") == Step("no", 0.0, False)
     assert env.step(json.dumps({"message": digit(3)})) == Step(None, 1.0, True)
     env.close()
+    env = OpenEnv(url)
+    env.reset(0)
     with pytest.raises(RuntimeError, match="refused step"):
-        env = OpenEnv(url)
-        env.reset(0)
         env.step('{"massage": "x"}')
     env.close()
 
