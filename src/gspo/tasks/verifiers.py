@@ -11,6 +11,7 @@ Written for verifiers 0.4 (`verifiers.v1`), through what its authors of environm
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -224,7 +225,7 @@ async def _hook(function: Any, given: dict[str | type, Any] | dict[str, Any]) ->
     from verifiers.v1.utils.decorators import invoke
 
     found = invoke(function, given)
-    return await found if asyncio.iscoroutine(found) else found
+    return await found if inspect.isawaitable(found) else found
 
 
 def _trace(task: Any, name: str, config: Any) -> Any:
