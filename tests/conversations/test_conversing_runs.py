@@ -167,13 +167,16 @@ def test_segments_are_judged_again_as_they_were_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "key"),
     [
-        ({"conversation": {"max_turns": 1}}, "conversation.max_turns"),
+        (
+            {"conversation": {"max_turns": 1, "max_tokens": 450}, "sampling": endless(max_new_tokens=400)},
+            "conversation.max_turns",
+        ),
         ({"conversation": {"max_turns": 9, "max_tokens": 24}}, "conversation.max_tokens"),
         ({"sampling": {"max_new_tokens": 1, "max_rows": 64}}, "sampling.max_new_tokens"),
     ],
 )
 def test_the_limit_that_cut_most_is_the_one_that_is_named(folder: Path, limits: dict[str, Any], key: str) -> None:
-    keys = {**TINY, "steps": 1, "sampling": endless(), **limits}
+    keys = {**TINY, "steps": 1, "prompts_per_step": 4, "sampling": endless(), **limits}
     run = gspo.train(**keys, data="env.py:endless", reward=["env.py:length"], dir="runs/cut")
     (line,) = read(run.folder / "journal.jsonl")
     assert line["truncated/limit"] == key
