@@ -105,12 +105,12 @@ def test_sessions_beyond_its_capacity_wait_their_turn(url: str) -> None:
 def test_a_run_against_it(url: str, tmp_path: Path) -> None:
     run = gspo.train(
         model={"name": "random-dense", "dtype": "float32"}, algorithm="gspo", data=f"openenv:{url}", reward=["environment"],
-        prompts_per_step=2, group_size=2, threads=1, steps=1, sampling={"max_new_tokens": 24, "max_rows": 2}, eval={"every": 0},
+        prompts_per_step=4, group_size=2, threads=1, steps=1, sampling={"max_new_tokens": 24, "max_rows": 2}, eval={"every": 0},
         conversation={"max_turns": 2}, judging={"workers": 1, "max_failed": 0.0}, dir=tmp_path / "run",
     )  # fmt: skip
     with gzip.open(run.folder / "rollouts" / "00000001.jsonl.gz", "rt") as file:
         answers = [json.loads(line) for line in file]
-    assert len(answers) == 4
+    assert len(answers) == 8
     for a in answers:
         said = [m["content"].strip() for m in a["messages"] if m["role"] == "assistant"]
         assert a["earned"] == float(digit(a["columns"]["seed"]) in said) or a["stop"] == "length"
