@@ -24,7 +24,7 @@ from gspo.rewards.load import worker_count
 from gspo.rewards.own import from_file, load_here
 from gspo.rewards.process import Pooled
 from gspo.rewards.ready import require_extra
-from gspo.rewards.runner import Pool
+from gspo.rewards.runner import Outcome, Pool
 from gspo.rewards.score import FAILED
 from gspo.sections import Conversation
 from gspo.tasks.calculator import calculator
@@ -136,7 +136,8 @@ class Stage:
         is no prompt.
         """
         scenes = [Scene(int(row.get(_SEED, i)), row) for i, row in enumerate(rows.rows)]
-        outcomes = self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
+        outcomes = self._begun(scenes[:1])  # alone, so that a server that is down is not waited for a thousand times
+        outcomes += [] if outcomes[0].status in FAILED else self._begun(scenes[1:])
         if failed := [i for i, outcome in enumerate(outcomes) if outcome.status in FAILED]:
             end = "\n".join((outcomes[failed[0]].error or "").strip().splitlines()[-6:])
             raise InputError(f"{self.found.where}: the beginning failed for {rows.name}: {rows.places(failed)}:\n{end}")
@@ -146,6 +147,9 @@ class Stage:
         found = replace(rows, rows=made, columns=columns)
         opened = {i: replace(scene, opening=tuple(said[i])) for i, scene in enumerate(scenes)}
         return checked_prompts(data)(found), opened
+
+    def _begun(self, scenes: Sequence[Scene]) -> list[Outcome]:
+        return self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
 
     def talks(self, scenes: Mapping[int, Scene], voice: Voice) -> Talks:
         """The conversations about a set of prompts."""
