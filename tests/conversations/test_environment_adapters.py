@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gspo
 from gspo.errors import InputError
 from gspo.tasks.environment import Step
 from gspo.tasks.openenv import OpenEnv
@@ -19,7 +22,7 @@ websockets = pytest.importorskip("websockets.sync.server")
 
 
 class Server:
-    """Echoes, as OpenEnv's echo environment does; it has one session, and the third step is the last."""
+    """Echoes, as OpenEnv's echo environment does; it has one session, and the third step is the last. "die" hangs up."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
@@ -31,6 +34,11 @@ class Server:
     def talk(self, socket: Any) -> None:
         self.open += 1
         mine, steps = self.open, 0
+        if mine > 1:  # as OpenEnv's own server does it: before anything was asked
+            self.refused += 1
+            self.open -= 1
+            socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+            return
         for raw in socket:
             message = json.loads(raw)
             self.said.append({"session": mine, "path": socket.request.path, **message})
@@ -38,10 +46,8 @@ class Server:
             if kind == "close":
                 self.open -= 1
                 return
-            if mine > 1:
-                self.refused += 1
+            if data.get("message") == "die":
                 self.open -= 1
-                socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
                 return
             if data.get("message") == "break":
                 socket.send(json.dumps({"type": "error", "data": {"message": "no such action", "code": "INVALID"}}))
@@ -90,8 +96,18 @@ def test_a_server_that_is_full_is_asked_again_and_a_refusal_is_told(server: Serv
     assert server.refused >= 1
     with pytest.raises(RuntimeError, match="refused step: no such action"):
         second.step("break")
+    with pytest.raises(ConnectionError, match="closed the connection before it answered step"):
+        second.step("die")
     second.close()
     timer.join()
+
+
+def test_a_server_that_is_down_is_said_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"openenv:ws://127.0.0.1:9: the beginning failed(.|\n)*Connection refused"):
+        gspo.train("tiny", data="openenv:ws://127.0.0.1:9", reward=["environment"], dir=tmp_path / "run")
+    assert time.monotonic() - start < 20
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_forms_are_said_by_a_class(server: Server) -> None:
