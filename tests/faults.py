@@ -252,14 +252,17 @@ def two_processes(folder: Path) -> dict[str, Any]:
 
 
 def clock(folder: Path) -> dict[str, Any]:
-    """The clock of the machine steps back by an hour whenever it is read."""
-    real, steps = time.time, iter(range(10**9))
+    """The clock of the machine jumps by an hour whenever it is read: further and further back, forward, to and fro."""
+    real, found = time.time, {}
+    for name, hours in {"back": lambda n: -n, "forward": lambda n: n, "to and fro": lambda n: n * (-1) ** n}.items():
 
-    def back() -> None:
-        time.time = lambda: real() - 3600.0 * next(steps)
+        def jump(hours: Callable[[int], int] = hours) -> None:
+            steps = iter(range(10**9))
+            time.time = lambda: real() + 3600.0 * hours(next(steps))
 
-    run = folder / "clock"
-    return {"code": ended(start(run, back)), "differing": differing(folder, run)}
+        run = folder / f"clock-{name}"
+        found[name] = [ended(start(run, jump)), differing(folder, run)]
+    return found
 
 
 def nan_gradient(folder: Path) -> dict[str, Any]:
@@ -349,6 +352,71 @@ def changed_key(folder: Path) -> dict[str, Any]:
     code, words = ended(start(run)), said(run).splitlines()[-1]
     (run / "run.yaml").write_text(kept)
     return {"code": code, "words": words, "again": ended(start(run)), "differing": differing(folder, run)}
+
+
+JUDGE = """
+import os, time
+def score(completion):
+    with open({pids!r}, "a") as file:
+        file.write(str(os.getpid()) + "\\n")
+    time.sleep(0.05)
+    return float(len(completion) % 3)
+"""
+
+
+def worker(folder: Path) -> dict[str, Any]:
+    """The reward worker of a run is killed, or stopped for good, from outside while it judges."""
+    found = {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        run, pids = folder / number.name, folder / f"{number.name}.pids"
+        (folder / f"{number.name}.py").write_text(JUDGE.format(pids=str(pids)))
+        reward = f"{folder / number.name}.py:score"
+        pid = start(run, reward=reward, judging={"workers": 1, "timeout": 2.0}, steps=3, eval={"every": 0})
+        _until_step(run, 1)
+        before = pids.read_text().count("\n")
+        while pids.read_text().count("\n") < before + 3:
+            time.sleep(0.002)
+        os.kill(int(pids.read_text().split()[-1]), number)
+        code = ended(pid)
+        lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+        found[number.name] = {
+            "code": code,
+            "judged": [line["rollouts/judged"] for line in lines],
+            "lost": [line["rollouts/crashed"] + line["rollouts/timeout"] for line in lines],
+            "said": said(run),
+        }
+    return found
+
+
+def with_everything(folder: Path, kills: int = 4) -> dict[str, Any]:
+    """A run with all that a checkpoint can hold beside weights, killed at random moments of its second half."""
+    keys: dict[str, Any] = {
+        "guard": "rollback",
+        "max_staleness": 1,
+        "steps": 8,
+        "data": {"source": "addition:0-9", "limit": 12, "difficulty": [0.1, 0.9]},
+        "algorithm": {"name": "dapo", "updates_per_step": 2, "resample": 1, "mask_truncated": False},
+        "reward": "regex:[0-9]",
+        "eval": {"every": 2, "limit": 4},
+    }
+    began = time.monotonic()
+    plain, run = folder / "everything", folder / "everything-killed"
+    assert ended(start(plain, **keys)) == 0, said(plain)
+    length = time.monotonic() - began
+    generator, killed = random.Random(3), 0
+    for _ in range(kills):
+        pid = start(run, **({} if list(run.glob("checkpoints/[0-9]*/state.json")) else keys))
+        time.sleep(generator.uniform(0.3, 0.8) * length)
+        os.kill(pid, signal.SIGKILL)
+        killed += ended(pid) == -9
+    again = start(run, **({} if list(run.glob("checkpoints/[0-9]*/state.json")) else keys))
+    code = ended(again)
+    expected, found = remains(plain), remains(run)
+    return {
+        "killed": killed, "code": code, "words": said(run),
+        "differing": sorted(key for key in {**expected, **found} if expected.get(key) != found.get(key)),
+        "held": json.loads(sorted(plain.glob("checkpoints/*/state.json"))[0].read_text()),
+    }  # fmt: skip
 
 
 def orphan(folder: Path) -> dict[str, Any]:

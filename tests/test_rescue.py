@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,24 @@ def test_weights_and_optimizer_return_and_time_goes_on(repaired: Path) -> None:
     # The schedule counts updates and goes on; the factor is half.
     full = [3e-3 * (1 - (state["updates"] - 1) / 56) for state in states]
     assert [line["learning_rate"] for line in lines] == pytest.approx(full[:11] + [rate / 2 for rate in full[11:]])
+
+
+def test_the_report_says_what_the_guard_did(repaired: Path) -> None:
+    html = (repaired / "report.html").read_text()
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html.split("<h2>Guard</h2>")[1])]
+    assert [row[:4] for row in rows[:2]] == [["9", "warn", "–", "1"], ["11", "rollback", "7", "0.5"]]
+    assert rows[1][4].startswith("reward: the reward, ")
+
+
+def test_what_is_restored_is_said(repaired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = tmp_path / "run"
+    shutil.copytree(repaired, cut, symlinks=True)
+    shutil.rmtree(cut / "checkpoints" / "00000014")
+    gspo.train(resume=cut, reward=falling(cut))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from "))
+    assert said.endswith(
+        "checkpoints/00000013: weights, optimizer (52 updates), position 52 in the data, the guard (1 rollbacks, learning rate times 0.5)"
+    )
 
 
 @pytest.mark.parametrize("killed_after", [9, 11, 12])
