@@ -76,6 +76,8 @@ PICKY = "def score(completion, answer):\n    return float(completion == answer a
         (["model=no_such_model"], "no_such_model"),
         (["reward=nubmer"], "'nubmer'"),
         (["eval.patience=2", "data={rows}"], "there are no held-out prompts"),
+        (["trackers=no_such_file.py:Mine"], "no such file: no_such_file.py"),
+        (["algorithm=ppo", "critic.model=smollm2-135m"], "another vocabulary"),
         (["dir=/proc/run"], "/proc is not a folder that can be written to"),
     ],
 )
@@ -93,6 +95,12 @@ def test_the_sampling_that_is_in_effect_is_shown(tmp_path: Path) -> None:
     (shown,) = [line for line in lines if line.startswith("ok   sampling: ")]
     assert all(word in shown for word in ("temperature=0.7", "top_p=0.9", "weights=int8"))
     assert any(line.startswith("note ") and "truncated distribution" in line for line in lines)
+
+
+def test_the_step_that_is_tried_is_as_long_as_a_whole_conversation(tmp_path: Path) -> None:
+    code, lines = checked(["conversation.tools=calculator", "conversation.max_tokens=24", "reward=number"], tmp_path)
+    assert code == 0, lines
+    assert any("16 answers of 24 tokens" in line for line in lines)
 
 
 def test_a_guard_that_could_see_little_is_said(tmp_path: Path) -> None:
