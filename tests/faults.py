@@ -6,6 +6,7 @@ Out: one line of JSON a scenario, with what is left of the run (`remains`) besid
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -316,11 +317,36 @@ def full_disk(folder: Path) -> dict[str, Any]:
     readonly, refusal = _refused(run)
     subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     (folder / "filler").unlink()
+    between, told = _full_at_the_record(folder, run)
     again = ended(start(run))
     return {
         "code": code, "words": words, "kept": kept, "readonly": readonly, "refusal": refusal,
-        "again": again, "differing": differing(folder, run),
+        "between": between, "told": told, "again": again, "differing": differing(folder, run),
     }  # fmt: skip
+
+
+def _full_at_the_record(folder: Path, run: Path) -> tuple[int, str]:
+    """The run goes on, and there is not a byte left when its next step is to be written."""
+    log = Path("/tmp") / f"full-{os.getpid()}.log"  # of the file system that is not full
+
+    def fill() -> None:
+        def filled(self: Any, *args: Any, **keys: Any) -> Any:
+            with contextlib.suppress(OSError), (folder / "filler").open("wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+            return real(self, *args, **keys)
+
+        for descriptor in (1, 2):
+            os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+        real = journal_module.Journal._write_rollouts
+        journal_module.Journal._write_rollouts = filled  # type: ignore[method-assign]
+
+    code = ended(start(run, fill))
+    words = log.read_text().splitlines()[-1]
+    log.unlink()
+    (folder / "filler").unlink()
+    return code, words
 
 
 def _refused(run: Path) -> tuple[int, str]:

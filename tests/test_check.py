@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -237,6 +238,12 @@ def test_a_disk_that_is_too_small_is_to_be_mended(tmp_path: Path) -> None:
     found = preflight.disk(run, tmp_path / "deep" / "run", 10**15)
     assert found.mend is not None
     assert "24000000.00 GB are needed" in found.mend
+    some = preflight.disk(
+        run, tmp_path / "run", int(shutil.disk_usage(tmp_path).free / (2.5 * 12))
+    )  # room for two and a half
+    assert some.mend is None
+    assert some.note
+    assert "set checkpoint.keep lower" in some.text
 
 
 def test_a_step_that_fits_only_in_smaller_pieces_and_one_that_fills_memory_are_to_be_mended() -> None:
@@ -295,7 +302,12 @@ def test_optional_parts_are_listed_as_they_are_there_or_not(tmp_path: Path, monk
     """By the metadata of a gspo whose extras are one that is here, one that is not, and one of both."""
     about = tmp_path / "gspo-1.0.dist-info"
     about.mkdir()
-    needs = ("torch; extra == 'here'", "no-such-package>=2; extra == 'gone'", "torch; extra == 'both'", "nor-this; extra == 'both'")
+    needs = (
+        "torch; extra == 'here'",
+        "no-such-package>=2; extra == 'gone'",
+        "torch; extra == 'both'",
+        "nor-this; extra == 'both'",
+    )
     about.joinpath("METADATA").write_text(
         "Metadata-Version: 2.1\nName: gspo\nVersion: 1.0\n" + "".join(f"Requires-Dist: {need}\n" for need in needs)
     )

@@ -116,6 +116,9 @@ def test_a_full_and_a_read_only_disk_cost_no_checkpoint(tmp_path: Path) -> None:
     assert all(word in found["words"] for word in ("could not be written", "needs", "MB are free", "untouched"))
     assert found["readonly"] == 2
     assert "cannot be written to" in found["refusal"]
+    assert found["between"] == 1
+    assert "rollouts: step " in found["told"]
+    assert "could not be written" in found["told"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ def test_weights_and_optimizer_return_and_time_goes_on(repaired: Path) -> None:
 
 def test_the_report_says_what_the_guard_did(repaired: Path) -> None:
     html = (repaired / "report.html").read_text()
-    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html.split("<h2>Guard</h2>")[1])]
+    rows = [
+        re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html.split("<h2>Guard</h2>")[1])
+    ]
     assert [row[:4] for row in rows[:2]] == [["9", "warn", "–", "1"], ["11", "rollback", "7", "0.5"]]
     assert rows[1][4].startswith("reward: the reward, ")
 

