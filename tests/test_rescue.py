@@ -128,6 +128,18 @@ def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     assert journal(folder)[10]["guard/action"] == "rollback"
 
 
+def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> None:
+    """With max_staleness the next step's answers are there already when the weights are put back."""
+    folder = run(
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=15, checkpoint={"every": 1, "keep": 1},
+        optimizer={"learning_rate": 3e-3}, max_staleness=1,
+    )  # fmt: skip
+    lines = journal(folder)
+    back = next(line["step"] for line in lines if line["guard/action"] == "rollback")
+    ages = {line["step"]: line["staleness/max"] for line in lines}
+    assert (ages[back], ages[back + 1], ages[back + 2]) == (1, 0, 1)
+
+
 def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path) -> None:
     folder = run(
         tmp_path / "run", reward=falling(tmp_path / "run"), steps=11, checkpoint={"every": 0}, optimizer={"learning_rate": 3e-3}

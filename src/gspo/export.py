@@ -61,7 +61,9 @@ def export(run: Path, folder: Path, *, checkpoint: str = "last", dtype: torch.dt
         _say_what(source, draft)
         draft.rename(folder)
     except OSError as error:
-        need = sum(path.stat().st_size for path in [*source.glob("*model*.safetensors"), *draft.rglob("model*.safetensors")])
+        need = sum(
+            path.stat().st_size for path in [*source.glob("*model*.safetensors"), *draft.rglob("model*.safetensors")]
+        )
         free = shutil.disk_usage(next(p for p in draft.absolute().parents if p.exists())).free
         raise RunError(
             f"{folder} could not be written ({error}): it needs up to {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
