@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import gspo
+from gspo import heartbeat, learner, store
 from gspo import journal as journal_module
-from gspo import learner, store
 
 KEYS: dict[str, Any] = dict(
     model="random-dense",
@@ -390,6 +390,10 @@ def score(completion):
 """
 
 
+def _impatient() -> None:
+    heartbeat.Heartbeat.__init__.__defaults__ = (0.5,)  # seconds
+
+
 def worker(folder: Path) -> dict[str, Any]:
     """The reward worker of a run is killed, or stopped for good, from outside while it judges."""
     found = {}
@@ -397,7 +401,7 @@ def worker(folder: Path) -> dict[str, Any]:
         run, pids = folder / number.name, folder / f"{number.name}.pids"
         (folder / f"{number.name}.py").write_text(JUDGE.format(pids=str(pids)))
         reward = f"{folder / number.name}.py:score"
-        pid = start(run, reward=reward, judging={"workers": 1, "timeout": 2.0}, steps=3, eval={"every": 0})
+        pid = start(run, _impatient, reward=reward, judging={"workers": 1, "timeout": 2.0}, steps=3, eval={"every": 0})
         _until_step(run, 1)
         before = pids.read_text().count("\n")
         while pids.read_text().count("\n") < before + 3:

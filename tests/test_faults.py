@@ -125,11 +125,17 @@ def test_a_full_and_a_read_only_disk_cost_no_checkpoint(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("SIGKILL", ["its process ended while it judged this answer", "signal 9"]),
-        ("SIGSTOP", ["no verdict within 2 s (judging.timeout)"]),
+        (
+            "SIGSTOP",
+            [
+                "no verdict within 2 s (judging.timeout)",
+                "still at it after 1 s: step 2, answers are sampled and judged",
+            ],
+        ),
     ],
 )
 def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(name: str, words: list[str], tmp_path: Path) -> None:
-    """P30, its local form: the wait is bounded, and it is said who waited for what."""
+    """P30, its local form: the wait is bounded, it is said who waited for what, and meanwhile what the run is at."""
     mark = os.urandom(8).hex()
     found = happened(tmp_path, "worker", MARK=mark)["worker"][name]
     assert (found["code"], found["judged"], found["lost"]) == (0, [12, 11, 12], [0, 1, 0])
