@@ -121,6 +121,14 @@ def test_a_full_and_a_read_only_disk_cost_no_checkpoint(tmp_path: Path) -> None:
     assert "could not be written" in found["told"]
 
 
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    mark = os.urandom(8).hex()
+    found = happened(tmp_path_factory.mktemp("workers"), "worker", MARK=mark)["worker"]
+    assert all_gone(mark), marked(mark)
+    return dict(found)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -134,13 +142,13 @@ def test_a_full_and_a_read_only_disk_cost_no_checkpoint(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(name: str, words: list[str], tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(
+    name: str, words: list[str], workers: dict[str, Any]
+) -> None:
     """P30, its local form: the wait is bounded, it is said who waited for what, and meanwhile what the run is at."""
-    mark = os.urandom(8).hex()
-    found = happened(tmp_path, "worker", MARK=mark)["worker"][name]
+    found = workers[name]
     assert (found["code"], found["judged"], found["lost"]) == (0, [12, 11, 12], [0, 1, 0])
     assert all(word in found["said"] for word in words), found["said"]
-    assert all_gone(mark), marked(mark)
 
 
 def test_a_run_with_all_that_can_be_held_resumes_bit_for_bit(tmp_path: Path) -> None:
