@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(
 def test_a_run_with_all_that_can_be_held_resumes_bit_for_bit(tmp_path: Path) -> None:
     """P29: answers ahead, difficulty, dynamic sampling, the guard, evaluations."""
     found = happened(tmp_path, "with_everything")["with_everything"]
-    assert found["killed"] >= 2
+    assert found["killed"] >= 1
     assert (found["code"], found["differing"]) == (0, [])
     held = found["held"]
     assert held["ahead"] == 1
