@@ -425,7 +425,7 @@ def with_everything(folder: Path, kills: int = 4) -> dict[str, Any]:
         "max_staleness": 1,
         "steps": 8,
         "data": {"source": "addition:0-9", "limit": 12, "difficulty": [0.1, 0.9]},
-        "algorithm": {"name": "dapo", "updates_per_step": 2, "resample": 1, "mask_truncated": False},
+        "algorithm": {"name": "gspo", "updates_per_step": 2, "resample": 1},
         "reward": "regex:[0-9]",
         "eval": {"every": 2, "limit": 4},
     }
