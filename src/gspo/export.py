@@ -29,8 +29,6 @@ _OURS = ("state.json", "checksums.json", "settings.yaml", "ahead.jsonl.gz")
 """Files of a checkpoint that only a run that goes on needs."""
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 """The model's are written anew; those of the optimizer and a critic are ours, and an engine would take them for the model's."""
-
-
 _MERGED = ".merged"
 
 
@@ -49,10 +47,13 @@ def export(run: Path, folder: Path, *, checkpoint: str = "last", dtype: torch.dt
     if folder.exists():
         raise InputError(f"{folder}: exists already, and nothing is written over: choose another folder")
     require_whole(source)
+    adapted = (source / "adapter_config.json").is_file()
+    if not adapted and not list(source.glob("model*.safetensors")):
+        raise InputError(f"{source}: no whole model is in it")
     draft = folder.parent / f".{folder.name}.draft-{os.getpid()}"
     try:
         draft.mkdir(parents=True)
-        if (source / "adapter_config.json").is_file():
+        if adapted:
             _merge(source, draft / _MERGED)
             _write(draft / _MERGED, draft, dtype)
             shutil.rmtree(draft / _MERGED)
