@@ -29,8 +29,8 @@ SMALL = ["threads=1", "prompts_per_step=4", "group_size=4", "sampling.max_new_to
 def checked(words: list[str], tmp_path: Path, recipe: str = "tiny") -> tuple[int, list[str]]:
     lines: list[str] = []
     taken = [word.partition("=")[0] for word in words]
-    small = [word for word in SMALL if word.partition("=")[0] not in taken]
-    code = check(recipe, [*small, f"dir={tmp_path / 'run'}", *words], lines.append)
+    given = [*SMALL, f"dir={tmp_path / 'run'}"]
+    code = check(recipe, [*(word for word in given if word.partition("=")[0] not in taken), *words], lines.append)
     return code, lines
 
 
@@ -79,7 +79,7 @@ PICKY = "def score(completion, answer):\n    return float(completion == answer a
         (["eval.patience=2", "data={rows}"], "there are no held-out prompts"),
         (["trackers=no_such_file.py:Mine"], "no such file: no_such_file.py"),
         (["algorithm=ppo", "critic.model=smollm2-135m"], "another vocabulary"),
-        (["dir=/proc/run"], "/proc is not a folder that can be written to"),
+        (["dir={rows}/run"], "rows.jsonl is not a folder that can be written to"),
     ],
 )
 def test_what_has_to_be_mended_is_listed(words: list[str], told: str, tmp_path: Path) -> None:
