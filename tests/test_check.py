@@ -105,11 +105,16 @@ def test_the_step_that_is_tried_is_as_long_as_a_whole_conversation(tmp_path: Pat
 
 
 def test_a_guard_that_could_see_little_is_said(tmp_path: Path) -> None:
-    words = ["data.difficulty=[0.1,0.9]", "eval.every=0"]
+    keys = {"data.difficulty": "[0.1,0.9]", "eval.every": "0", "guard": "warn"}
     said = "the guard does not compare it"
-    assert any(said in line for line in checked(words, tmp_path)[1])
-    for change in (["eval.every=5"], ["guard=off"], ["data.difficulty=null"]):
-        assert not any(said in line for line in checked([*words, *change], tmp_path)[1])
+    for change, expected in (
+        ({}, 1),
+        ({"eval.every": "5"}, 0),
+        ({"guard": "off"}, 0),
+        ({"data.difficulty": "null"}, 0),
+    ):
+        words = [f"{key}={value}" for key, value in {**keys, **change}.items()]
+        assert sum(said in line for line in checked(words, tmp_path)[1]) == expected, change
 
 
 def test_every_fault_is_listed_not_the_first_alone(tmp_path: Path) -> None:
