@@ -284,10 +284,10 @@ def test_what_does_not_fit_into_memory_at_all_is_to_be_mended(tmp_path: Path) ->
 
 NO_ROOM = """
 import resource, sys
-from gspo import trial
 from gspo.check import check
+from gspo.learner import Learner
 
-plain = trial._update
+plain = Learner.update
 
 def tight(*given):
     held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -297,8 +297,8 @@ def tight(*given):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
-trial._update = tight
-words = ["threads=1", "sampling.max_new_tokens=200", f"dir={sys.argv[1]}"]
+Learner.update = tight
+words = ["threads=1", "prompts_per_step=2", "group_size=4", "sampling.max_new_tokens=200", f"dir={sys.argv[1]}"]
 sys.exit(check("tiny", words, print))
 """
 
