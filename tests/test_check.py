@@ -75,7 +75,7 @@ PICKY = "def score(completion, answer):\n    return float(completion == answer a
         (["checkpoint.keep=1", "steps=0"], "steps"),
         (["data=no_such_file.jsonl"], "no_such_file.jsonl"),
         (["model=no_such_model"], "no_such_model"),
-        (["reward=nubmer"], "'nubmer'"),
+        (["reward=nubmer"], "reward=nubmer: no such rule"),
         (["eval.patience=2", "data={rows}"], "there are no held-out prompts"),
         (["trackers=no_such_file.py:Mine"], "no such file: no_such_file.py"),
         (["algorithm=ppo", "critic.model=smollm2-135m"], "another vocabulary"),
@@ -298,7 +298,7 @@ def tight(*given):
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
 Learner.update = tight
-words = ["threads=1", "prompts_per_step=2", "group_size=4", "sampling.max_new_tokens=200", f"dir={sys.argv[1]}"]
+words = ["threads=1", "prompts_per_step=4", "group_size=4", "sampling.max_new_tokens=200", f"dir={sys.argv[1]}"]
 sys.exit(check("tiny", words, print))
 """
 
