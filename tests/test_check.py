@@ -274,7 +274,7 @@ def test_the_projection_counts_steps_updates_and_evaluations() -> None:
 def test_what_does_not_fit_into_memory_at_all_is_to_be_mended(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_ROOM, str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
     assert "MEND a step at the largest lengths: cannot be used" in done.stdout
