@@ -29,6 +29,7 @@ from gspo.models.load import Policy
 from gspo.objectives import policy_objective
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt, Reward
+from gspo.updates import too_large
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class Trial:
 def trial(run: Run, policy: Policy, inputs: Inputs, console: Console) -> Trial:
     """Sample the answers of a step, or as many as are decoded at once; train on one update of them, or a micro-batch of it.
 
-    Raises OutOfMemoryError if a single answer does not fit.
+    Raises RunError, which says what to do, if a single answer does not fit.
     """
+    run = _whole_conversations(run)
     critic = open_critic(run, policy, None)
     learner = learner_of(run, policy, critic)
     # Without stop ids no answer ends before the limit.
@@ -94,6 +96,11 @@ def trial(run: Run, policy: Policy, inputs: Inputs, console: Console) -> Trial:
     )
 
 
+def _whole_conversations(run: Run) -> Run:
+    """With answers as long as all that may come after a prompt: of a conversation, all of its turns."""
+    return run.model_copy(update={"sampling": run.sampling.model_copy(update={"max_new_tokens": run.longest})})
+
+
 def peak_of_process() -> int:
     """Bytes of memory that this process has held at most."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -106,7 +113,9 @@ def _sampled(run: Run, engine: LocalEngine, inputs: Inputs) -> tuple[list[Group]
     list(_warm(engine, longest))
     start = time.perf_counter()
     requests = [Request(prompt=longest, ordinal=i, count=run.group_size) for i in range(at_once)]
-    groups = rollout(engine, requests, inputs.reward)
+    # Of conversations there are no turns here, so that a function which wants them may fail.
+    reward = inputs.reward if run.talk is None else replace(inputs.reward, max_failed=1.0)
+    groups = rollout(engine, requests, reward)
     seconds = time.perf_counter() - start
     # Rewards that differ: a group without signal would not be trained.
     return [group.with_rewards([Reward(float(i % 2)) for i in range(run.group_size)]) for group in groups], seconds
@@ -131,9 +140,9 @@ def _fitting(run: Run, groups: list[Group], learner: Learner) -> tuple[Batches, 
         try:
             _update(run, learner, batches)  # the first one pays for compiled kernels
             return batches, budget
-        except OutOfMemoryError:
+        except OutOfMemoryError as error:
             if not batches.divisible:
-                raise
+                raise too_large(batches, str(error)) from error
             budget = max(1, min(budget, batches.largest) // 2)
 
 
