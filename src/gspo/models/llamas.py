@@ -49,7 +49,9 @@ def is_llamas(model: Any) -> bool:
 
 def same(module: Any, llamas: type) -> bool:
     """Whether the module's class has the forward of Llama's class."""
-    return type(module) is llamas or _code(getattr(type(module), "forward", None)) == _code(llamas.forward)
+    return type(module) is llamas or _code(getattr(type(module), "forward", None)) == _code(
+        getattr(llamas, "forward", None)
+    )
 
 
 def linears(layer: Any) -> list[nn.Linear]:
