@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from gspo import __version__, preflight, presets, settings, store
+from gspo import __version__, preflight, presets, rates, settings, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -167,7 +167,7 @@ def with_learning_rate(run: A, policy: Policy, console: Console) -> A:
         return run
     full = type(run.optimizer).model_fields["learning_rate"].default
     width = policy.model.config.get_text_config().hidden_size
-    rate = lora.learning_rate(full, width)
+    rate = rates.of_adapter(full, width)
     why = f"10 times the {full:g} of all weights, times (2000 / {width})^0.5 for the model's width, see docs/lora.md"
     if "learning_rate" not in run.optimizer.model_fields_set:
         console.say(f"optimizer.learning_rate={rate:g}, which is the adapter's default: {why}")

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from gspo import rates
 from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Trackers
 from gspo.sections import Section
 
@@ -29,7 +30,7 @@ class Pairs(Data):
 class SftOptimizer(Optimizer):
     """AdamW on float32 masters."""
 
-    learning_rate: float = Field(default=2e-5, gt=0)
+    learning_rate: float = Field(default=rates.ANSWERS, gt=0)
     """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
 
 
@@ -107,8 +108,8 @@ class Preferences(Data):
 class RewardOptimizer(Optimizer):
     """AdamW on float32 masters."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Step size after warm-up."""
+    learning_rate: float = Field(default=rates.PREFERENCES, gt=0)
+    """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
 
 
 class RewardRun(Section):
