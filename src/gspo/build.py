@@ -129,7 +129,7 @@ def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs,
 
 def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, new: bool) -> None:
     """Raise InputError if the checkpoints of a new run have no room; of one that goes on, say so."""
-    room = preflight.disk(run, folder, policy.model.num_parameters())
+    room = preflight.disk(run, folder, preflight.weights_kept(run, policy.model))
     if room.mend is not None and new:
         raise InputError(room.mend)
     if room.note or room.mend is not None:
