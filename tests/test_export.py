@@ -158,7 +158,7 @@ def test_an_adapter_is_exported_merged_into_its_base(adapted: Path, tmp_path: Pa
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= names
     assert not [name for name in names if "adapter" in name or "critic" in name or "optimizer" in name]
     ids = AutoTokenizer.from_pretrained(tmp_path / "out")("d b a c\n\na b c d", return_tensors="pt").input_ids[0]
-    torch.testing.assert_close(theirs(tmp_path / "out", ids), ours(source, ids), rtol=0, atol=2e-5)
+    torch.testing.assert_close(theirs(tmp_path / "out", ids), ours(source, ids), rtol=0, atol=1e-4)
     base = AutoModelForCausalLM.from_pretrained(json.loads((source / "adapter_config.json").read_text())["base_model_name_or_path"])  # fmt: skip
     merged = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -57,9 +57,17 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backbone", ["separate", "shared"])
-@pytest.mark.parametrize("start", ["plain", "fresh", "adapter"])
+@pytest.mark.parametrize(
+    ("start", "backbone", "dtype"),
+    [
+        ("plain", "separate", "float32"),
+        ("plain", "shared", "bfloat16"),
+        ("fresh", "separate", "bfloat16"),
+        ("fresh", "shared", "float32"),
+        ("adapter", "separate", "float32"),
+        ("adapter", "shared", "bfloat16"),
+    ],
+)
 def test_the_kl_from_the_start_is_zero_at_step_0_and_the_first_update_moves_weights(
     start: str, backbone: str, dtype: str, started: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,12 @@ def classes(folder: Path, count: int) -> str:
     return str(folder)
 
 
+def plain(folder: Path) -> str:
+    """A recipe that sets next to nothing."""
+    (folder / "recipe.yaml").write_text("steps: 1\n")
+    return str(folder / "recipe.yaml")
+
+
 def written(path: Path, *rows: dict[str, Any]) -> str:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in (*GOOD, *rows)))
     return str(path)
@@ -79,23 +85,14 @@ def test_bad_pairs(row: dict[str, Any], said: str, tmp_path: Path, command: Comm
 def test_bad_answers(row: dict[str, Any], said: str, tmp_path: Path, command: Command) -> None:
     data, run = written(tmp_path / "answers.jsonl", row), tmp_path / "run"
     words = [f"model={damaged(tmp_path / 'model')}", f"data={data}", "data.template=none", f"dir={run}"]
-    refused(
-        command("sft", "tiny-dense", *words, "eval.source=null", "eval.reward=null"),
-        run,
-        "answers.jsonl",
-        "line 3",
-        said,
-    )
+    refused(command("sft", plain(tmp_path), *words), run, "answers.jsonl", "line 3", said)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_a_template_without_an_assistants_turn(stage: str, tmp_path: Path, command: Command) -> None:
     data, run = written(tmp_path / "rows.jsonl"), tmp_path / "run"
-    (tmp_path / "recipe.yaml").write_text("steps: 1\n")
     words = [f"model={damaged(tmp_path / 'model', NO_ANSWERS)}", f"data={data}", f"dir={run}"]
-    refused(
-        command(stage, str(tmp_path / "recipe.yaml"), *words), run, "rows.jsonl", "line 1", "no turn of the assistant"
-    )
+    refused(command(stage, plain(tmp_path), *words), run, "rows.jsonl", "line 1", "no turn of the assistant")
 
 
 @pytest.mark.parametrize("kind", ["language model", "classes", "nothing"])
