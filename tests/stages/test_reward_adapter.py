@@ -214,15 +214,8 @@ def test_a_policy_is_rewarded_by_it_and_another_run_goes_on_from_it(
         with torch.inference_mode():
             ids = tokenizer(f"{row['columns']['prompt']}\n\n{row['text']}", return_tensors="pt")
             assert row["reward"] == pytest.approx(float(model(**ids).logits), abs=1e-4)
-    code, out, err = command(
-        "reward",
-        "letters",
-        f"model={learned / 'best'}",
-        f"dir={tmp_path / 'more'}",
-        "steps=1",
-        "eval.limit=128",
-        "data.limit=128",
-    )
+    words = [f"model={learned / 'best'}", f"dir={tmp_path / 'more'}", "steps=1", "centring=0", "eval.limit=128"]
+    code, out, err = command("reward", "letters", *words, "data=preferences:3", "data.template=none", "data.limit=128")
     assert code == 0, out + err
     assert journal(tmp_path / "more")[0]["eval/start/loss"] == pytest.approx(
         journal(learned)[-1]["eval/loss"], abs=1e-5
