@@ -17,13 +17,16 @@ from statistics import median
 
 KL = ["algorithm=grpo", "algorithm.kl_coefficient=0.01"]
 SIDES = {"full": [], "lora": ["model.lora=16"], "kl-full": KL, "kl-lora": [*KL, "model.lora=16"]}
-BASE = ["demo", "threads=1", "steps=2", "prompts_per_step=4", "eval.every=0"]
+BASE = {"threads": "1", "steps": "2", "prompts_per_step": "4", "eval.every": "0"}
+"""Of every side, unless it is said otherwise."""
 
 
 def measured(side: str, words: list[str]) -> str:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
-        command = [sys.executable, "-m", "gspo.cli", "train", *BASE, f"dir={folder}", *SIDES[side], *words]
+        keys = BASE | dict(word.split("=", 1) for word in [*SIDES[side], *words])
+        given = [f"{key}={value}" for key, value in keys.items()]
+        command = [sys.executable, "-m", "gspo.cli", "train", "demo", f"dir={folder}", *given]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         assert status == 0, f"{' '.join(command)}: ended with {status}"

@@ -214,7 +214,7 @@ def test_a_policy_is_rewarded_by_it_and_another_run_goes_on_from_it(
         with torch.inference_mode():
             ids = tokenizer(f"{row['columns']['prompt']}\n\n{row['text']}", return_tensors="pt")
             assert row["reward"] == pytest.approx(float(model(**ids).logits), abs=1e-4)
-    words = [f"model={learned / 'best'}", f"dir={tmp_path / 'more'}", "steps=1", "centring=0", "eval.limit=128"]
+    words = [f"model.name={learned / 'best'}", f"dir={tmp_path / 'more'}", "steps=1", "centring=0", "eval.limit=128"]
     code, out, err = command("reward", "letters", *words, "data=preferences:3", "data.template=none", "data.limit=128")
     assert code == 0, out + err
     assert journal(tmp_path / "more")[0]["eval/start/loss"] == pytest.approx(
