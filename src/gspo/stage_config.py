@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 
 from gspo import rates
 from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Trackers
-from gspo.sections import Section
+from gspo.sections import Folder, Section
 
 
 class StageSettings(Section):
     """What every stage depends on."""
 
-    dir: str | None = Field(default=None, min_length=1)
+    dir: Folder = None
     """Folder of the run; null: runs/<recipe name>."""
     steps: int | None = Field(default=None, gt=0)
     """Optimizer updates; null: as many as `epochs` needs."""
@@ -93,6 +93,10 @@ class Sft(StageSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Sft:
+        if self.data.turns != "all" and self.data.messages is None:
+            raise ValueError(
+                f"data.turns={self.data.turns} has no effect without data.messages: an answer in a column is one turn"
+            )
         idle = [
             f"{section}.{key}"
             for section, values in (("sampling", self.sampling), ("judging", self.judging))
