@@ -18,6 +18,7 @@ import gspo
 from gspo import preflight, settings
 from gspo.check import _memory, _step, check, memory_of_machine
 from gspo.inputs import read_inputs
+from gspo.models.load import load_policy
 from gspo.models.tiny import tiny_tokenizer
 from gspo.preflight import Finding
 from gspo.trial import Trial
@@ -249,6 +250,19 @@ def test_a_disk_that_is_too_small_is_to_be_mended(tmp_path: Path) -> None:
     assert some.mend is None
     assert some.note
     assert "set checkpoint.keep lower" in some.text
+
+
+def test_a_checkpoint_holds_what_is_trained_and_a_critic_of_its_own() -> None:
+    def kept(*words: str) -> int:
+        run = settings.load("tiny", ["model=random-dense", *words])
+        return preflight.weights_kept(run, load_policy(run.model).model)
+
+    whole, adapter = kept(), kept("model.lora=4")
+    assert 0 < adapter < whole / 2
+    assert kept("algorithm=ppo") == 2 * whole
+    assert kept("algorithm=ppo", "critic=shared") == whole
+    own = kept("algorithm=ppo", "model.lora=4") - adapter
+    assert own == whole + adapter, "with the weights of the adapter, which it is merged with: near enough"
 
 
 def test_a_step_that_fits_only_in_smaller_pieces_and_one_that_fills_memory_are_to_be_mended() -> None:

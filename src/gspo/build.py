@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from gspo import __version__, preflight, presets, settings, store
+from gspo import __version__, preflight, presets, rates, settings, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -135,7 +135,7 @@ def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs,
 
 def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, new: bool) -> None:
     """Raise InputError if the checkpoints of a new run have no room; of one that goes on, say so."""
-    room = preflight.disk(run, folder, policy.model.num_parameters())
+    room = preflight.disk(run, folder, preflight.weights_kept(run, policy.model))
     if room.mend is not None and new:
         raise InputError(room.mend)
     if room.note or room.mend is not None:
@@ -173,7 +173,7 @@ def with_learning_rate(run: A, policy: Policy, console: Console) -> A:
         return run
     full = type(run.optimizer).model_fields["learning_rate"].default
     width = policy.model.config.get_text_config().hidden_size
-    rate = lora.learning_rate(full, width)
+    rate = rates.of_adapter(full, width)
     why = f"10 times the {full:g} of all weights, times (2000 / {width})^0.5 for the model's width, see docs/lora.md"
     if "learning_rate" not in run.optimizer.model_fields_set:
         console.say(f"optimizer.learning_rate={rate:g}, which is the adapter's default: {why}")

@@ -115,7 +115,8 @@ def _span(inputs: Inputs) -> str:
 
 
 def _measured(found: Check, run: Run, policy: Policy, inputs: Inputs) -> None:
-    found.add(preflight.disk(run, Path(run.dir or "runs/run"), policy.model.num_parameters()))
+    kept = preflight.weights_kept(run, policy.model)
+    found.add(preflight.disk(run, Path(run.dir or "runs/run"), kept))
     sampling = LocalEngine(policy, run.sampling, run.seed).describe() | {"weights": run.engine.weights}
     found.add(Finding("sampling", ", ".join(f"{key}={value}" for key, value in sampling.items())))
     with found.trying("a step at the largest lengths"):

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from gspo import presets
+from gspo import presets, rates
 from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
 from gspo.sections import Conversation, Folder, Lora, Named, Place, Section, at_home
@@ -171,7 +171,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=rates.POLICY, gt=0)
     """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates of linear warm-up."""

@@ -66,11 +66,14 @@ class Policy:
     """With which the engine decodes, if this machine has them."""
 
 
-def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0) -> Policy:
+def load_policy(
+    model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0, scored: bool = False
+) -> Policy:
     """Load, check and prepare the model that `model` names, with its adapter if it has one; `seed` is of a fresh one.
 
     Tried in this order: built-in name, folder, GGUF file, hub id. Sampling values of the checkpoint's
-    generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name.
+    generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name. `scored`: the
+    adapter may be that of a classifier, whose output layer is then left to the caller.
 
     Raises:
         InputError: nothing under that name, no such device or precision, no end token, or a model that the
@@ -79,8 +82,12 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
     device = _device(model.device)
     compute = _compute_dtype(model.dtype, device)
     asked = lora.asked(model)
+    if asked.scored and not scored:
+        raise InputError(
+            f"model={model.name}: {asked.start} is the adapter of a reward model, which writes no text: it is used as reward=reward_model:{asked.start}"
+        )
     checkpoint = checkpoint or find(asked.base)
-    hf, tokenizer = _checked(model, checkpoint.model), _checked(model, checkpoint.tokenizer)
+    hf, tokenizer = _checked(model, checkpoint.model), _tokenizer(model, asked, checkpoint)
     commit = getattr(hf.config, "_commit_hash", None)  # of a hub id
     source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, weights_sha256(hf))
     hf = hf.to(device=device).eval()
@@ -114,7 +121,15 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
 
 def load_tokenizer(model: config.Model) -> Any:
     """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
-    return _checked(model, find(lora.asked(model).base).tokenizer)
+    asked = lora.asked(model)
+    return _tokenizer(model, asked, find(asked.base))
+
+
+def _tokenizer(model: config.Model, asked: lora.Asked, checkpoint: Checkpoint) -> Any:
+    """That of the checkpoint; of an adapter's folder that is named as the model, the one that was saved with it."""
+    keys: dict[str, Any] = dict(trust_remote_code=model.trust_remote_code)
+    own = asked.tokenizer
+    return _checked(model, checkpoint.tokenizer if own is None else lambda: AutoTokenizer.from_pretrained(own, **keys))
 
 
 def _reloadable(model: config.Model, hf: Any) -> str:

@@ -77,8 +77,7 @@ def build(
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
 
     def load(model: Model, *, seed: int) -> Policy:
-        del seed  # nothing of a classifier's start is random
-        policy = load_scorer(model)
+        policy = load_scorer(model, seed=seed)
         _as_shown(policy.tokenizer, run)
         _set_padding(policy, inputs)
         return policy
