@@ -21,7 +21,7 @@ from gspo.conversations.transcript import Transcript, UnspeakableError, Voice
 from gspo.errors import InputError
 from gspo.rewards.call import FromFile
 from gspo.rewards.load import worker_count
-from gspo.rewards.own import from_file, load_here
+from gspo.rewards.own import from_file
 from gspo.rewards.process import Pooled
 from gspo.rewards.ready import require_extra
 from gspo.rewards.runner import Pool
@@ -57,7 +57,8 @@ class Found:
     name: str
     where: str
     """How the user named it, for messages."""
-    function: Callable[..., Any]
+    function: Callable[..., Any] | FromFile
+    """Of a file, workers load it."""
     source: FromFile | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of what the model may call."""
@@ -93,15 +94,15 @@ def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
         adapter, package = ADAPTERS[kind]
         require_extra(package, kind, where)
         return Found(kind, where, partial(adapter, argument))
-    source = (
-        from_file(talk.environment, [f"{name}:..." for name in ADAPTERS], key)
-        if isinstance(talk.environment, str)
-        else None
-    )
-    found = talk.environment if source is None else load_here(source)
+    found = talk.environment
+    if isinstance(found, str):
+        source, seen = from_file(found, [f"{name}:..." for name in ADAPTERS], key)
+        if not seen.callable:
+            raise InputError(f"{where}: is {seen.kind}, not a class or a function")
+        return Found(seen.name, where, source, source)
     if not callable(found):
         raise InputError(f"{where}: is {type(found).__name__}, not a class or a function")
-    return Found(str(getattr(found, "__name__", type(found).__name__)), where, found, source)
+    return Found(str(getattr(found, "__name__", type(found).__name__)), where, found)
 
 
 def _tools(named: Sequence[str | Tool], role: str) -> Found:
@@ -109,8 +110,9 @@ def _tools(named: Sequence[str | Tool], role: str) -> Found:
     loaded: dict[str, Tool | FromFile] = {}
     for each in named:
         where = f"{key}={each if isinstance(each, str) else getattr(each, '__name__', each)}"
-        source = from_file(each, TOOLS, key) if isinstance(each, str) and each not in TOOLS else None
-        tool: Any = (TOOLS[each] if source is None else load_here(source)) if isinstance(each, str) else each
+        source = from_file(each, TOOLS, key)[0] if isinstance(each, str) and each not in TOOLS else None
+        # A worker has run the file and come to its end; its description needs the function itself.
+        tool: Any = (TOOLS[each] if source is None else source.load()) if isinstance(each, str) else each
         if not inspect.isroutine(tool):
             raise InputError(f"{where}: is {type(tool).__name__}, not a function")
         told = schema(tool, where)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -62,6 +61,8 @@ class FromFile:
     path: Path
     name: str
     source: bytes
+    asynchronous: bool = False
+    """Whether calling the function gives something to wait for."""
 
     def load(self) -> Any:
         """The function. Raises whatever running the file raises, and AttributeError if it has no such name."""
@@ -93,7 +94,8 @@ def importable(folder: Path) -> Iterator[None]:
 class Call:
     """A function and where each of its parameters comes from."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | FromFile
+    """Of a file, a worker loads it: it is not called where it is a `FromFile`."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Column of each parameter."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -109,14 +111,16 @@ class Call:
 
     @property
     def asynchronous(self) -> bool:
-        return is_async(self.function)
+        return self.function.asynchronous if isinstance(self.function, FromFile) else is_async(self.function)
 
     def __call__(self, item: Item) -> tuple[float | None, ...]:
         """Raises what the function raises, and TypeError or ValueError for what is no number."""
+        assert not isinstance(self.function, FromFile)
         return self._verdicts(item, self.function(self._first(item), **self._given(item), **self.fixed))
 
     async def awaited(self, item: Item) -> tuple[float | None, ...]:
         """The same for an async function."""
+        assert not isinstance(self.function, FromFile)
         found: Awaitable[Any] = self.function(self._first(item), **self._given(item), **self.fixed)
         return self._verdicts(item, await found)
 
@@ -181,8 +185,3 @@ def verdict(value: object) -> float | None:
             f"the reward function returned {value}: a reward is finite, within {LARGEST:g} of 0, or None where there is no verdict"
         )
     return number
-
-
-def last_lines(error: BaseException) -> str:
-    """The end of a traceback: the frame that raised, and the message."""
-    return "".join(traceback.format_exception(error)[-3:]).rstrip()
