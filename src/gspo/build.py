@@ -6,12 +6,12 @@ Python API call `build` and `evaluate_model`.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -216,8 +216,10 @@ def new_folder(run: AnyRun) -> Path:
     """The folder that the run is to be in. Raises InputError if it cannot be made, or holds something."""
     folder = Path(run.dir or "runs/run")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"dir={folder}: {above} is not a folder that can be written to")
+    try:
+        TemporaryFile(dir=above).close()  # what permissions say is not all: /proc takes nothing from anyone
+    except OSError as error:
+        raise InputError(f"dir={folder}: {above} is not a folder that can be written to ({error.strerror})") from error
     if folder.exists() and any(folder.iterdir()):
         raise InputError(
             f"dir={folder}: there is a run in this folder. Continue it with `gspo {run.command} --resume {folder}`, or choose another dir"

@@ -15,10 +15,11 @@ from statistics import fmean
 
 from gspo import record
 from gspo.algorithms.health import verdict
-from gspo.errors import InputError, RunError
+from gspo.errors import RunError
 from gspo.evaluate import Evaluation
 from gspo.metrics import Metrics, StepOutcome, step_metrics
 from gspo.record import Fate
+from gspo.runfile import read_lines
 
 
 class Lines:
@@ -31,7 +32,7 @@ class Lines:
 
     def read(self) -> list[Metrics]:
         """The lines so far."""
-        return read(self._path)
+        return read_lines(self._path)
 
     def append(self, metrics: Metrics) -> None:
         """Write the line of a step, and see it on the disk. Raises RunError if the disk refuses."""
@@ -41,7 +42,7 @@ class Lines:
             os.fsync(file.fileno())
 
     def _set_aside(self, after: int) -> None:
-        lines = read(self._path)
+        lines = read_lines(self._path)
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):  # a line that was cut off goes
             self._keep(lines)
         late = [line for line in lines if line["step"] > after]
@@ -128,17 +129,6 @@ def _fates(outcome: StepOutcome) -> record.Fates:
         if batch.advantage_R is not None
         for key, advantage in zip(batch.key_R, batch.advantage_R, strict=True)
     }
-
-
-def read(path: Path) -> list[Metrics]:
-    """The lines of a journal; a last line that was cut off while it was written is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
 
 
 def _line(value: Metrics) -> str:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,9 +137,9 @@ class Stage:
         """The rows with what the environment begins with as their prompts, and the scene of each.
 
         Where `reset` gives None, the row keeps its own prompt. Raises InputError if `reset` fails, or begins with what
-        is no prompt.
+        is no prompt, or for a column `seed` with what is no whole number.
         """
-        scenes = [Scene(int(row.get(_SEED, i)), row) for i, row in enumerate(rows.rows)]
+        scenes = [Scene(_seed(rows, i), row) for i, row in enumerate(rows.rows)]
         outcomes = self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
         if failed := [i for i, outcome in enumerate(outcomes) if outcome.status in FAILED]:
             end = "\n".join((outcomes[failed[0]].error or "").strip().splitlines()[-6:])
@@ -153,6 +154,17 @@ class Stage:
     def talks(self, scenes: Mapping[int, Scene], voice: Voice) -> Talks:
         """The conversations about a set of prompts."""
         return Talks(self.pool, voice, self.limits, scenes)
+
+
+def _seed(rows: Rows, i: int) -> int:
+    """The number of the row, or what its column `seed` says."""
+    value = rows.rows[i].get(_SEED, i)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(
+            f"{rows.name}: {rows.place(i)}: the column {_SEED} is {value!r:.80}, and the seed of an environment is a whole number: "
+            "mend it, or rename the column, and the seed is the number of the row"
+        )
+    return int(value)
 
 
 def open_stage(found: Found, limits: Conversation, judging: Judging) -> Stage:

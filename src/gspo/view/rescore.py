@@ -41,15 +41,15 @@ def rescore(
 
     Raises:
         InputError: no run, nothing recorded, a reward that cannot be used with its columns, or an `out` that exists or
-            lies in the run.
+            lies in the run, or cannot be written.
         RunError: the function failed on more of a step's answers than `judging.max_failed`.
     """
     steps = files.steps_recorded(folder, evaluation=evaluation)
     files.require_run(folder)
     if not steps:
         raise InputError(f"{folder}: no answers are recorded{' of evaluations' if evaluation else ''}")
-    if out is not None and (out.exists() or folder.resolve() in out.resolve().parents):
-        raise InputError(f"{out}: exists, or lies in the run: give another file")
+    if out is not None:
+        _require_new(out, folder)
     recorded = {step: files.groups_in(files.record_file(folder, step, evaluation=evaluation)) for step in steps}
     settings = files.settings_of(folder)
     rows = _rows(folder, recorded.values())
@@ -67,6 +67,17 @@ def rescore(
         *(_line(step, each) for step, each in judged.items()),
         _total([one for each in judged.values() for one in each]),
     ]
+
+
+def _require_new(out: Path, folder: Path) -> None:
+    """Raise InputError, before anything is judged, if `out` cannot be written."""
+    if out.exists() or folder.resolve() in out.resolve().parents:
+        raise InputError(f"{out}: exists, or lies in the run: give another file")
+    try:
+        out.open("x").close()
+        out.unlink()
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror}): give a file in a folder that exists") from error
 
 
 def _rows(folder: Path, steps: Iterable[list[list[Answer]]]) -> Rows:
