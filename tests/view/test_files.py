@@ -57,12 +57,15 @@ def test_the_report_of_a_run_with_a_damaged_run_yaml_is_refused(text: str, run: 
         write_report(run)
 
 
-@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "x"}', '{"step": 1}', '{"step": 1, "verdict": 3}'])
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "x"}', '{"step": 1, "verdict": 3}'])
 def test_a_journal_line_that_is_no_step_is_refused(line: str, run: Path) -> None:
     (run / "journal.jsonl").write_text(line + "\n")
     for reader in (write_report, shown):
         with pytest.raises(InputError, match=r"journal\.jsonl"):
             reader(run)
+    (run / "journal.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(InputError, match=r"journal\.jsonl is damaged: .*reward/mean"):
+        shown(run)
 
 
 @pytest.mark.parametrize("out", ["nodir/x.jsonl", "run.txt/x.jsonl", "/proc/x.jsonl"])
