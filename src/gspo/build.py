@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from gspo import __version__, preflight, presets, settings, store
+from gspo import __version__, preflight, settings, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -27,6 +27,7 @@ from gspo.drift import read_start
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
+from gspo.fit import require_fit, require_fit_of_config, require_room
 from gspo.guard import State
 from gspo.inputs import Inputs, Row, read_inputs
 from gspo.job import Job
@@ -36,7 +37,6 @@ from gspo.lock import require_free
 from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
-from gspo.models.routing import routers_of, unknown_router
 from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
@@ -73,6 +73,8 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console = _said(run, inputs, saved)
     require_vocabulary(run)
+    if saved is None:
+        require_fit_of_config(inputs, run)
     policy, threads = open_policy(run, saved, console)
     run = with_learning_rate(run, policy, console)
     require_fit(policy, inputs, run)
@@ -126,7 +128,7 @@ def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs,
     if critic is not None:
         console.say(critic.announcement)
         if critic.own is not None:
-            _require_room(critic.own.model, "critic", inputs, run)
+            require_room(critic.own.model.config, "critic", inputs, run)
     return critic
 
 
@@ -225,50 +227,6 @@ def new_folder(run: AnyRun) -> Path:
             f"dir={folder}: there is a run in this folder. Continue it with `gspo {run.command} --resume {folder}`, or choose another dir"
         )
     return folder
-
-
-def require_fit(policy: Policy, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for prompts or keys that the model has no room or no experts for."""
-    _require_room(policy.model, "model", inputs, run)
-    _require_routers(policy, run)
-
-
-def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = len(inputs.longest.token_ids), run.longest
-    key = "sampling.max_new_tokens" if run.talk is None else "conversation.max_tokens"
-    if positions is not None and prompt + answer > positions:
-        raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and {key}={answer} exceed the {noun}'s {positions} positions: "
-            "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
-        )
-
-
-def _require_routers(policy: Policy, run: Run) -> None:
-    """Raise InputError if experts are to be replayed or balanced that cannot be, or where there are none.
-
-    A row that replays by default says nothing of a dense model; one that was set to replay does.
-    """
-    row = run.algorithm
-    if routers_of(policy.model) is not None:
-        return
-    asked = {"load_balance": 0.0, "routing": "off"}
-    unknown = unknown_router(policy.model)
-    if unknown is None and row.name in presets.PRESETS:
-        asked["routing"] = presets.PRESETS[row.name].routing
-    for key, idle in asked.items():
-        value = getattr(row, key)
-        if value in (idle, type(row).model_fields[key].default):
-            continue
-        if unknown is None:
-            raise InputError(
-                f"algorithm.{key}={value} has no effect with model={run.model.name}, which has no experts: leave it out"
-            )
-        raise InputError(
-            f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
-            f"by no top-k router that is known here: set algorithm.{key}={idle}"
-        )
 
 
 def _described(run: Run, engine: LocalEngine, inputs: Inputs) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
@@ -112,6 +112,15 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
 def load_tokenizer(model: config.Model) -> Any:
     """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
     return _checked(model, find(lora.asked(model).base).tokenizer)
+
+
+def load_config(model: config.Model) -> Any | None:
+    """The config.json of the model that `model` names, without its weights; None where none can be read alone.
+
+    Raises InputError as `load_policy` does.
+    """
+    read = find(lora.asked(model).base).read_as
+    return None if read is None else _checked(model, lambda: read(AutoConfig))
 
 
 def _reloadable(model: config.Model, hf: Any) -> str:
