@@ -29,7 +29,7 @@ from gspo.errors import InputError
 from gspo.evaluate import evaluate
 from gspo.fit import require_fit, require_fit_of_config, require_room
 from gspo.guard import State
-from gspo.inputs import Inputs, Row, read_inputs
+from gspo.inputs import Inputs, Row, changed_code, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast
@@ -118,7 +118,7 @@ def _said(run: Run, inputs: Inputs, saved: store.Saved | None) -> Console:
     console.say(plan(run))
     for note in (*advice(run, inputs), *inputs.notes, *(() if saved else preflight.require_sound(run, inputs))):
         console.say(f"note: {note}")
-    for change in inputs.changed_code(saved.about.get("code")) if saved is not None else ():
+    for change in changed_code(inputs.code, saved):
         console.say(f"warning: {change}")
     return console
 

@@ -37,6 +37,11 @@ class Inputs:
     def prompts(self) -> list[Prompt]:
         return [each.prompt for each in self.pairs]
 
+    @property
+    def code(self) -> Mapping[str, str]:
+        """No reward is asked."""
+        return {}
+
     @cached_property
     def sha256(self) -> Mapping[str, str]:
         """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
