@@ -32,7 +32,7 @@ class Lines:
 
     def read(self) -> list[Metrics]:
         """The lines so far."""
-        return read_lines(self._path)
+        return read(self._path)
 
     def append(self, metrics: Metrics) -> None:
         """Write the line of a step, and see it on the disk. Raises RunError if the disk refuses."""
@@ -42,7 +42,7 @@ class Lines:
             os.fsync(file.fileno())
 
     def _set_aside(self, after: int) -> None:
-        lines = read_lines(self._path)
+        lines = read(self._path)
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):  # a line that was cut off goes
             self._keep(lines)
         late = [line for line in lines if line["step"] > after]
@@ -129,6 +129,11 @@ def _fates(outcome: StepOutcome) -> record.Fates:
         if batch.advantage_R is not None
         for key, advantage in zip(batch.key_R, batch.advantage_R, strict=True)
     }
+
+
+def read(path: Path) -> list[Metrics]:
+    """The lines of a journal; a last line that was cut off while it was written is left out."""
+    return read_lines(path)
 
 
 def _line(value: Metrics) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gspo.journal import read
 from gspo.lab.line import FEW, TRUE, Cost, Line
 from gspo.metrics import Metrics
-from gspo.runfile import read_lines
 from gspo.view.svg import Series, chart, standalone
 
 LEARNED = "reward/reward_model/mean"
@@ -77,7 +77,7 @@ def _mean(arms: Sequence[Arm], place: int) -> float:
 
 def _arm(line: Line, name: str, seed: int, prefix: str = "") -> Arm:
     run = f"{prefix}{name}-{seed}"
-    lines = tuple(read_lines(line.folder / run / "journal.jsonl"))
+    lines = tuple(read(line.folder / run / "journal.jsonl"))
     files = sorted((line.folder / run / "rollouts").glob("*.jsonl.gz"))
     ends = (_agreement(files[0]), _agreement(files[-1]))
     return Arm(name, seed, lines, line.cost(run), ends)
@@ -154,7 +154,7 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refu
     if few is not None:
         rows.append([f"{few.name}, reward model of {FEW} pairs", *_numbers([few], shortest)])
     judged = {
-        name: read_lines(line.folder / name / "journal.jsonl")[-1]
+        name: read(line.folder / name / "journal.jsonl")[-1]
         for name in ("reward", *(["few"] if few is not None else []))
     }
     return (
