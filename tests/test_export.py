@@ -19,6 +19,7 @@ from gspo.export import export, find
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.load import load_policy
+from gspo.seal import seal
 
 
 def varied(completion: str) -> float:
@@ -143,11 +144,12 @@ def test_a_generation_config_that_is_not_strict_is_cut_to_its_ids(run: Path, tmp
     source = find(run, "last")
     copy.mkdir(parents=True)
     for path in source.iterdir():
-        if path.name != "checksums.json":
-            (copy / path.name).write_bytes(path.read_bytes())
+        (copy / path.name).write_bytes(path.read_bytes())
     (tmp_path / "run" / "run.yaml").write_text("{}")
     plain = json.loads((source / "generation_config.json").read_text())
     (copy / "generation_config.json").write_text(json.dumps({**plain, "temperature": 0.3, "do_sample": False}))
+    (copy / "checksums.json").unlink()
+    seal(copy)
     export(tmp_path / "run", tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert "temperature" not in found

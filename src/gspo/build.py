@@ -6,18 +6,18 @@ Python API call `build` and `evaluate_model`.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
 import transformers
 
-from gspo import __version__, preflight, presets, rates, settings, store
+from gspo import __version__, preflight, rates, settings, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -27,8 +27,9 @@ from gspo.drift import read_start
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
+from gspo.fit import require_fit, require_fit_of_config, require_room
 from gspo.guard import State
-from gspo.inputs import Inputs, Row, read_inputs
+from gspo.inputs import Inputs, Row, changed_code, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast
@@ -36,10 +37,10 @@ from gspo.lock import require_free
 from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
-from gspo.models.routing import routers_of, unknown_router
 from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
+from gspo.tasks.identity import other_sides
 from gspo.tasks.sampler import Sampler
 from gspo.trackers import table
 from gspo.trackers.side import Trackers
@@ -71,8 +72,10 @@ def build(
 def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> Job:
     require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
-    console = _said(run, inputs, new=saved is None)
+    console = _said(run, inputs, saved)
     require_vocabulary(run)
+    if saved is None:
+        require_fit_of_config(inputs, run)
     policy, threads = open_policy(run, saved, console)
     run = with_learning_rate(run, policy, console)
     require_fit(policy, inputs, run)
@@ -83,7 +86,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
     checkpoints = Store(folder, run.checkpoint.keep)
     opened.callback(checkpoints.close)
     progress = (
-        start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
+        start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine, inputs))
         if saved is None
         else go_on(run, learner, saved, console)
     )
@@ -115,12 +118,14 @@ def _start_answers(run: Run, folder: Path, inputs: Inputs) -> list[Group]:
     return read_start(folder, inputs.held_out) if run.eval.every and inputs.held_out else []
 
 
-def _said(run: Run, inputs: Inputs, *, new: bool) -> Console:
+def _said(run: Run, inputs: Inputs, saved: store.Saved | None) -> Console:
     """The console, with the plan and what there is to know about it said. Raises InputError for rewards that are not sound."""
     console = Console(run.steps)
     console.say(plan(run))
-    for note in (*advice(run, inputs), *inputs.notes, *(preflight.require_sound(run, inputs) if new else ())):
+    for note in (*advice(run, inputs), *inputs.notes, *(() if saved else preflight.require_sound(run, inputs))):
         console.say(f"note: {note}")
+    for change in changed_code(inputs.code, saved):
+        console.say(f"warning: {change}")
     return console
 
 
@@ -129,7 +134,7 @@ def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs,
     if critic is not None:
         console.say(critic.announcement)
         if critic.own is not None:
-            _require_room(critic.own.model, "critic", inputs, run)
+            require_room(critic.own.model.config, "critic", inputs, run)
     return critic
 
 
@@ -142,12 +147,12 @@ def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, n
         console.say(f"note: {room.text}")
 
 
-def require_same_data(saved: store.Saved | None, sha256: str) -> None:
+def require_same_data(saved: store.Saved | None, sha256: Mapping[str, str]) -> None:
     """Raise InputError if the run to go on with was started with other data."""
-    if saved is not None and saved.about.get("data_sha256") != sha256:
+    if saved is not None and (other := other_sides(saved.about.get("data_sha256"), sha256)):
         raise InputError(
-            f"{saved.folder}: the prompts are not those that the run was started with: put the data back as it was, "
-            "or start a new run"
+            f"{saved.folder}: {' and '.join(other)} are not those that the run was started with (every column counts): "
+            "put the data back as it was, or start a new run"
         )
 
 
@@ -215,8 +220,10 @@ def new_folder(run: AnyRun) -> Path:
     """The folder that the run is to be in. Raises InputError if it cannot be made, or holds something."""
     folder = Path(run.dir or "runs/run")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"dir={folder}: {above} is not a folder that can be written to")
+    try:
+        TemporaryFile(dir=above).close()  # what permissions say is not all: /proc takes nothing from anyone
+    except OSError as error:
+        raise InputError(f"dir={folder}: {above} is not a folder that can be written to ({error.strerror})") from error
     if folder.exists() and any(folder.iterdir()):
         raise InputError(
             f"dir={folder}: there is a run in this folder. Continue it with `gspo {run.command} --resume {folder}`, or choose another dir"
@@ -224,52 +231,8 @@ def new_folder(run: AnyRun) -> Path:
     return folder
 
 
-def require_fit(policy: Policy, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for prompts or keys that the model has no room or no experts for."""
-    _require_room(policy.model, "model", inputs, run)
-    _require_routers(policy, run)
-
-
-def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = len(inputs.longest.token_ids), run.longest
-    key = "sampling.max_new_tokens" if run.talk is None else "conversation.max_tokens"
-    if positions is not None and prompt + answer > positions:
-        raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and {key}={answer} exceed the {noun}'s {positions} positions: "
-            "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
-        )
-
-
-def _require_routers(policy: Policy, run: Run) -> None:
-    """Raise InputError if experts are to be replayed or balanced that cannot be, or where there are none.
-
-    A row that replays by default says nothing of a dense model; one that was set to replay does.
-    """
-    row = run.algorithm
-    if routers_of(policy.model) is not None:
-        return
-    asked = {"load_balance": 0.0, "routing": "off"}
-    unknown = unknown_router(policy.model)
-    if unknown is None and row.name in presets.PRESETS:
-        asked["routing"] = presets.PRESETS[row.name].routing
-    for key, idle in asked.items():
-        value = getattr(row, key)
-        if value in (idle, type(row).model_fields[key].default):
-            continue
-        if unknown is None:
-            raise InputError(
-                f"algorithm.{key}={value} has no effect with model={run.model.name}, which has no experts: leave it out"
-            )
-        raise InputError(
-            f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
-            f"by no top-k router that is known here: set algorithm.{key}={idle}"
-        )
-
-
-def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
-    return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
+def _described(run: Run, engine: LocalEngine, inputs: Inputs) -> dict[str, Any]:
+    return {"algorithm": run.algorithm.source, "sampling": engine.describe(), "code": inputs.code}
 
 
 def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
@@ -314,7 +277,7 @@ def engine_of(run: Run, policy: Policy, console: Console) -> LocalEngine:
     return engine
 
 
-def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[str, Any]:
+def about(run: AnyRun, policy: Policy, threads: int, data_sha256: Mapping[str, str]) -> dict[str, Any]:
     """What run.yaml says, beside the configuration, of what a run was started with."""
     source = policy.source
     return {
@@ -322,7 +285,7 @@ def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[s
         "command": run.command,
         "format": store.FORMAT,
         "weights": {"name": source.name, "origin": source.origin, "sha256": source.sha256},
-        "data_sha256": data_sha256,
+        "data_sha256": dict(data_sha256),
         "compute_dtype": str(policy.compute_dtype).removeprefix("torch."),
         "device": str(policy.device),
         "threads": threads,

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from gspo import preflight, settings
 from gspo.advice import advice
-from gspo.build import new_folder, require_fit
+from gspo.build import new_folder
 from gspo.config import Run
 from gspo.console import Console, duration, plan
 from gspo.critic import require_vocabulary
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError, RunError
+from gspo.fit import require_fit
 from gspo.inputs import Inputs, read_inputs
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy

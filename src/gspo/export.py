@@ -89,7 +89,7 @@ def find(run: Path, checkpoint: str) -> Path:
     """The folder of a checkpoint of `run`: `best`, `last` or a step. Raises InputError with those that there are."""
     if not (run / "run.yaml").is_file():
         raise InputError(f"{run}: no run here (there is no run.yaml). Give the folder of a run, as in runs/demo")
-    there = sorted(path for path in (run / "checkpoints").glob("[0-9]" * 8) if (path / "state.json").is_file())
+    there = sorted((run / "checkpoints").glob("[0-9]" * 8))
     named = {str(int(path.name)): path for path in there}
     if there:
         named["last"] = there[-1]

@@ -27,6 +27,7 @@ from gspo.guard import State, read_state
 from gspo.lock import Lock
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
+from gspo.runfile import read_settings
 from gspo.seal import require_whole, seal
 from gspo.stage_config import AnyRun
 from gspo.tasks.sampler import Seen
@@ -173,17 +174,17 @@ class Store:
                 shutil.rmtree(old)
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("[0-9]" * 8) if (path / "state.json").exists())
+        """Checkpoints, oldest first: each was complete when it got its name."""
+        return sorted(self._folder.glob("[0-9]" * 8))
 
 
 def latest(folder: Path) -> Path:
-    """The newest complete checkpoint of a run. Raises InputError if there is none."""
+    """The newest checkpoint of a run, damaged or not: none is passed over. Raises InputError if there is none."""
     if not (folder / "run.yaml").is_file():
         raise InputError(
             f"{folder}: no run to resume here (there is no run.yaml). Give the folder of a run, as in runs/demo"
         )
-    found = sorted(path for path in (folder / "checkpoints").glob("[0-9]" * 8) if (path / "state.json").exists())
+    found = sorted((folder / "checkpoints").glob("[0-9]" * 8))
     if not found:
         raise InputError(f"{folder}: the run was stopped before its first checkpoint; start it again with another dir")
     return found[-1]
@@ -247,7 +248,7 @@ def _require_same_settings(folder: Path, checkpoint: Path) -> None:
     """Raise InputError for a key of run.yaml that was changed since the checkpoint was written."""
     if not (checkpoint / _SETTINGS).is_file():
         return
-    then, now = (_flat(yaml.safe_load(path.read_text())) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
+    then, now = (_flat(read_settings(path)) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
     for key in {**then, **now}:
         if key not in _MAY_CHANGE and then.get(key) != now.get(key):
             raise InputError(
@@ -268,7 +269,7 @@ def _size(count: float) -> str:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """What the run's run.yaml says of what it was started with."""
-    about: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text()).get("about", {})
+    about: dict[str, Any] = read_settings(folder / "run.yaml").get("about", {})
     return about
 
 
@@ -277,7 +278,7 @@ def read_progress(checkpoint: Path) -> Progress:
     try:
         state = json.loads((checkpoint / "state.json").read_text())
         found, progress = state.pop("format"), state
-    except (ValueError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, AttributeError, KeyError) as error:
         raise _damaged(checkpoint / "state.json", error) from error
     if found != FORMAT:
         raise InputError(
@@ -317,10 +318,9 @@ def change_steps(folder: Path, steps: int) -> int:
     """Write the number of steps that a resumed run goes on to into its run.yaml; returns what stood there."""
     path = folder / "run.yaml"
     draft = path.with_suffix(".tmp")
-    before: int = yaml.safe_load(path.read_text())["steps"]
-    draft.write_text(
-        yaml.safe_dump({**yaml.safe_load(path.read_text()), "steps": steps}, sort_keys=False, allow_unicode=True)
-    )
+    found = read_settings(path)
+    before: int = found["steps"]
+    draft.write_text(yaml.safe_dump({**found, "steps": steps}, sort_keys=False, allow_unicode=True))
     draft.replace(path)
     return before
 

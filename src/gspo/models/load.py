@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
@@ -130,6 +130,15 @@ def _tokenizer(model: config.Model, asked: lora.Asked, checkpoint: Checkpoint) -
     keys: dict[str, Any] = dict(trust_remote_code=model.trust_remote_code)
     own = asked.tokenizer
     return _checked(model, checkpoint.tokenizer if own is None else lambda: AutoTokenizer.from_pretrained(own, **keys))
+
+
+def load_config(model: config.Model) -> Any | None:
+    """The config.json of the model that `model` names, without its weights; None where none can be read alone.
+
+    Raises InputError as `load_policy` does.
+    """
+    read = find(lora.asked(model).base).read_as
+    return None if read is None else _checked(model, lambda: read(AutoConfig))
 
 
 def _reloadable(model: config.Model, hf: Any) -> str:

@@ -5,16 +5,17 @@ In: a `config.Sft`, rows from Python, the folder of a run to go on with. Out: an
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from gspo import store
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
-from gspo.inputs import Row, surroundings
+from gspo.inputs import Row, code_of, surroundings
 from gspo.models.load import Policy, load_policy, load_tokenizer
+from gspo.rewards.call import FromFile
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
@@ -23,6 +24,7 @@ from gspo.stages.sft import SftJob
 from gspo.stages.stage_build import NOTHING_HELD_OUT, opened, parts, prepared, read_sets, require_room
 from gspo.tasks.answers import Answered, checked_pairs, ended, render_answers
 from gspo.tasks.data import overlap
+from gspo.tasks.identity import data_sha256
 from gspo.types import Prompt
 
 
@@ -37,6 +39,8 @@ class Inputs:
     notes: tuple[str, ...]
     pool: Pool | None = None
     """The processes of the reward functions, if they need any."""
+    files: tuple[FromFile, ...] = ()
+    """Of reward functions: the user's own."""
 
     def close(self) -> None:
         """End the processes of the reward functions."""
@@ -48,14 +52,14 @@ class Inputs:
         return [each.prompt for each in self.answers]
 
     @property
-    def sha256(self) -> str:
-        """Of what is learned, in order: a resumed run has to find the same."""
-        digest = hashlib.sha256()
-        for each in self.answers:
-            digest.update(f"{each.prompt.row} {each.prompt.text}\n{each.answer}\n".encode())
-            for turn in each.turns[:-1]:
-                digest.update(turn.ids.tobytes())
-        return digest.hexdigest()
+    def code(self) -> Mapping[str, str]:
+        """The sha256 of each of the user's own files."""
+        return code_of(self.files)
+
+    @cached_property
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
+        return data_sha256(self.prompts, [each.prompt for each in self.held_out])
 
 
 def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:
@@ -78,7 +82,8 @@ def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Seque
     (reward,), pool = open_scorers(
         [(found, held_out)], run.judging
     )  # last, so that nothing refused leaves a process behind
-    return Inputs(learned.rows, test.rows, reward, tuple(notes), pool)
+    files = tuple(each.source for each in found if each.source is not None)
+    return Inputs(learned.rows, test.rows, reward, tuple(notes), pool, files)
 
 
 def build(

@@ -7,7 +7,7 @@ In: a stage's configuration, its checked inputs, the folder of a run to go on wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from gspo import presets, store
 from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start, with_learning_rate
 from gspo.console import Console
 from gspo.errors import InputError
-from gspo.inputs import Row
+from gspo.inputs import Row, changed_code
 from gspo.journal import Lines
 from gspo.learner import Learner
 from gspo.metrics import Metrics
@@ -47,8 +47,13 @@ class StageInputs(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     @property
-    def sha256(self) -> str:
-        """Of what is learned, in order: a resumed run has to find the same."""
+    def code(self) -> Mapping[str, str]:
+        """The sha256 of each of the user's own files."""
+        ...
+
+    @property
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
         ...
 
 
@@ -99,6 +104,8 @@ def prepared(
     )
     for note in inputs.notes:
         console.say(f"note: {note}")
+    for change in changed_code(inputs.code, saved):
+        console.say(f"warning: {change}")
     policy, threads = open_policy(run, saved, console, load)
     run = with_learning_rate(run, policy, console)
     return Prepared(run, policy, threads, console)
@@ -127,7 +134,7 @@ def parts(
         checkpoints = Store(folder, run.checkpoint.keep)
         undo.callback(checkpoints.close)
         progress = (
-            start(run, folder, about(run, policy, ready.threads, inputs.sha256))
+            start(run, folder, about(run, policy, ready.threads, inputs.sha256) | {"code": dict(inputs.code)})
             if saved is None
             else go_on(run, learner, saved, console)
         )
