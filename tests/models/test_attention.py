@@ -179,9 +179,9 @@ def test_bfloat16_gives_the_same_bits_with_and_without_gradients(family: str) ->
 def test_recomputed_activations_change_nothing() -> None:
     stock = families.make("qwen3")
     model = ours(deepcopy(stock))
-    from gspo.models.load import _checkpoint_activations
+    from gspo.models.install import checkpoint_activations
 
-    _checkpoint_activations(model, "qwen3")
+    checkpoint_activations(model, "qwen3")
     tokens = sequences(LENGTHS)
     run(ours(stock), tokens, ANSWERS)[0].sum().backward()
     held: list[int] = []
