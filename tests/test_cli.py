@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gspo
 from gspo import cli
 
 
@@ -161,3 +162,30 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for key in ("optimizer.learning_rate", "algorithm.clip_low", "eval.samples"):
         assert key in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "random-dense", "tiny", "guard=off"], "'guard=off' has no effect"),
+        (["eval", "random-dense", "tiny", "eval.patience=3"], "'eval.patience=3' has no effect"),
+        (["eval", "random-dense", "tiny", "data.difficulty=[0,1]"], "has no effect on `gspo eval`"),
+        (["eval", "random-dense", "tiny", "model=tiny-dense"], "'model=tiny-dense': `gspo eval MODEL RECIPE`"),
+        (["eval", "random-dense", "tiny", "model.lora=4"], "'model.lora=4': `gspo eval MODEL RECIPE`"),
+        (["show", "runs/x", "--report", "--step", "1"], "--report shows the whole run"),
+        (["lab", "dir="], "dir= names no folder"),
+        (["lab", "moe", "dir=a", "dir=b"], "dir= is given 2 times"),
+        (["lab", "--all", "moe"], "moe is named beside it"),
+    ],
+)
+def test_what_a_command_does_not_read_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    assert said in err
+
+
+def test_a_resumed_run_has_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(gspo.InputError, match="leave the recipe out"):
+        gspo.train("demo", resume=tmp_path)

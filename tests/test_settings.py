@@ -1,5 +1,6 @@
 """Settings from real YAML files and from words: what is understood, what is refused, and the name that was meant."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import yaml
 from gspo import config, presets, settings
 from gspo.critic_config import Critic
 from gspo.errors import InputError
+from gspo.stage_config import Sft
 
 
 @pytest.fixture
@@ -287,6 +289,80 @@ def test_a_key_stands_once(recipe):
         settings.load(recipe("steps: 1\nsteps: 2\n"))
     with pytest.raises(InputError, match="steps is set twice"):
         settings.load(None, ["steps=1", "steps=2"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        ("model=random-moe", "model.name=tiny-dense", "model.name"),
+        ("data.source=addition", "data=sort:5", "data.source"),
+        ("algorithm=grpo", "algorithm.name=dapo", "algorithm.name"),
+        ("reward=number", "reward.function=exact", "reward.function"),
+        ("model.lora.rank=4", "model.lora=8", "model.lora.rank"),
+        (" steps=3", "steps=4", "steps"),
+        ("data={source: sort:5, limit: 3}", "data.limit=4", "data.limit"),
+    ],
+)
+def test_a_key_is_set_once_however_it_is_written(first, second, key):
+    with pytest.raises(InputError) as error:
+        settings.load(None, [first, second])
+    assert f"{key} is set twice" in str(error.value)
+    assert repr(first) in str(error.value)
+    assert repr(second) in str(error.value)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_no_word_is_lost_whatever_their_order(turned):
+    words = ["data.limit=3", "data=sort:5", "model.lora=4", "model=tiny-dense", "algorithm.clip_low=0.1", "algorithm=grpo", "reward.weight=0.5", "reward=exact"]  # fmt: skip
+    run = settings.load(None, words[::-1] if turned else words)
+    assert (run.data.source, run.data.limit, run.model.name, run.model.lora.rank) == ("sort:5", 3, "tiny-dense", 4)
+    assert (run.algorithm.name, run.algorithm.clip_low) == ("grpo", 0.1)
+    assert (run.reward[0].function, run.reward[0].weight) == ("exact", 0.5)
+    keys = dict(pair.split("=", 1) for pair in words)
+    assert settings.load(None, keys=keys).data.limit == 3, "from Python too"
+
+
+def test_numbers_and_switches_are_what_they_look_like(recipe):
+    run = settings.load(None, ["steps=010", "seed=017", "guard=off", "algorithm=grpo", "algorithm.routing=off"])
+    assert (run.steps, run.seed, run.guard, run.algorithm.routing) == (10, 17, "off", "off")
+    assert settings.load(recipe("steps: 010\nguard: off\n")).steps == 10
+    with pytest.raises(InputError, match="steps"):
+        settings.load(None, ["steps=1:30"])
+    with pytest.raises(InputError, match="'off', 'warn' or 'rollback'"):
+        settings.load(None, ["guard=on"])
+
+
+def test_a_section_in_braces_is_a_section():
+    run = settings.load(None, ["data={source: few.jsonl, limit: 3}"])
+    assert (run.data.source, run.data.limit) == ("few.jsonl", 3)
+
+
+def test_the_home_folder_is_found_without_a_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    words = ["dir=~/run", "data=~/x.jsonl", "model=~/m", "reward=~/judge.py:score", "eval.source=~/y.jsonl"]
+    run = settings.load(None, words)
+    found = (run.dir, run.data.source, run.model.name, run.reward[0].function, run.eval.source)
+    assert found == tuple(f"/home/ada/{name}" for name in ("run", "x.jsonl", "m", "judge.py:score", "y.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["=3"], "settings are written key=value"),
+        (["data=sort:5", "data.split=test"], "data.split=test has no effect: sort:5"),
+        (["data=rows.jsonl", "eval.source=held.jsonl", "eval.split=dev"], "eval.split=dev has no effect: held.jsonl"),
+        (["algorithm.correction=token_mask", "algorithm.correction_band=[2,0.5]"], "the smaller first"),
+        (["judging.workers=100000"], "less than or equal to 256"),
+    ],
+)
+def test_what_could_only_fail_or_do_nothing_is_refused(words, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        settings.load(None, words)
+
+
+def test_turns_of_answers_that_have_one_are_refused():
+    with pytest.raises(InputError, match=r"data\.turns=last has no effect without data.messages"):
+        settings.load_as(Sft, None, ["data.turns=last"])
 
 
 def test_a_mapping_from_python_is_laid_over_the_recipes_section(recipe):

@@ -63,6 +63,10 @@ def train(
     """
     from gspo import machine
 
+    if recipe is not None and resume is not None:
+        raise InputError(
+            f"recipe={str(recipe)!r} and resume={str(resume)!r}: a run goes on as it was configured; leave the recipe out"
+        )
     machine.prepare()
     keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     data = str(data) if isinstance(data, Path) else data

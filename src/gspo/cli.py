@@ -233,6 +233,8 @@ def show(
     report: Annotated[bool, typer.Option("--report", help="Write RUN/report.html: curves, verdicts, answers.")] = False,
 ) -> None:
     if report:
+        if step is not None or evaluated:
+            raise InputError("--report shows the whole run: leave --step and --eval out, or --report")
         from gspo.view.report import write_report
 
         typer.echo(f"report: {write_report(run)}")

@@ -22,7 +22,7 @@ from pydantic import (
 from gspo import presets
 from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
-from gspo.sections import Conversation, Lora, Named, Section
+from gspo.sections import Conversation, Folder, Lora, Named, Place, Section, at_home
 from gspo.trackers import table
 
 
@@ -30,7 +30,7 @@ class Model(Section):
     """The policy."""
 
     shorthand = "name"
-    name: str = "smollm2-135m-q4"
+    name: Place = "smollm2-135m-q4"
     """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m (its Q4_1 GGUF), also called smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Numbers of forward, backward and engine; masters are float32 or better. auto: bfloat16 where the processor multiplies it natively, else float32."""
@@ -50,7 +50,7 @@ class Data(Section):
     """Where prompts come from and how they are shown to the model."""
 
     shorthand = "source"
-    source: str = "addition"
+    source: Place = "addition"
     """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME."""
     split: str = "train"
     """Split of a hub data set."""
@@ -132,7 +132,7 @@ class Judging(Section):
 
     timeout: float = Field(default=10.0, gt=0)
     """Seconds for an answer; then the function's process is killed and the answer has no verdict. A function over a group has the time of all its answers."""
-    workers: int | None = Field(default=None, gt=0)
+    workers: int | None = Field(default=None, gt=0, le=256)
     """Processes; null: one a core, at most 8."""
     memory_gb: float | None = Field(default=4.0, gt=0)
     """Address space of a process, in GiB; null: no limit, which functions that use a GPU need."""
@@ -188,7 +188,7 @@ class Optimizer(Section):
 class HeldOut(Section):
     """Where the rows come from that training does not see, and when they are looked at."""
 
-    source: str | None = None
+    source: Annotated[str | None, BeforeValidator(at_home)] = None
     """File, hub data set or task; null: the task's own held-out rows, or no evaluation if the data has none."""
     split: str = "test"
     """Split of a hub data set."""
@@ -240,7 +240,7 @@ class Run(Section):
     recipes: ClassVar[str] = "."
     """Folder of the built-in recipes, below gspo/recipes."""
 
-    dir: str | None = Field(default=None, min_length=1)
+    dir: Folder = None
     """Folder of the run; null: runs/<recipe name>."""
     steps: int = Field(default=100, gt=0)
     """Steps: rollouts, then `algorithm.updates_per_step` updates, `algorithm.epochs` times over."""
@@ -286,11 +286,6 @@ class Run(Section):
             )
         return (critic or Critic()) if row.needs_critic else None
 
-    @field_validator("guard", mode="before")
-    @classmethod
-    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
-        return "off" if value is False else value
-
     @model_validator(mode="after")
     def _check(self) -> Run:
         row = self.algorithm
@@ -300,6 +295,8 @@ class Run(Section):
                 f"group_size=1: {row.name} compares the answers to one prompt with each other, and one answer has nothing to be compared with. "
                 "Use group_size=2 or more"
             )
+        _require_split(self.data.source, self.data.split, "data", "train")
+        _require_split(self.eval.source or self.data.source, self.eval.split, "eval", "test")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience has no effect with eval.every=0, which evaluates nothing")
         if row.updates_per_step > self.prompts_per_step:
@@ -346,6 +343,14 @@ def _rules(value: Any) -> tuple[Any, ...]:
     if not rules:
         raise ValueError("an empty list; name at least one rule")
     return rules
+
+
+def _require_split(source: str, split: str, section: str, default: str) -> None:
+    """Raise ValueError if a split is asked for where there are none."""
+    if split != default and (
+        task_of(source) or _ENVIRONMENT.fullmatch(source) or source.endswith((".jsonl", ".parquet"))
+    ):
+        raise ValueError(f"{section}.split={split} has no effect: {source} is no hub data set, and has no splits")
 
 
 _ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")

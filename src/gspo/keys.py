@@ -26,14 +26,16 @@ def keys_help(kind: type[AnyRun] = Run) -> str:
 
 _NOT_IN_EVAL = (
     "dir", "steps", "prompts_per_step", "group_size", "max_staleness", "max_tokens_per_microbatch", "algorithm", "optimizer",
-    "checkpoint", "trackers", "eval.every",
+    "checkpoint", "trackers", "guard", "critic", "data.difficulty", "eval.every", "eval.patience",
 )  # fmt: skip
 
 
 def require_effect(words: list[str]) -> None:
     """Raise InputError for a setting that only training reads: an evaluation writes no folder and does no step."""
     for word in words:
-        key = word.partition("=")[0]
+        key = word.partition("=")[0].strip()
+        if key in ("model", "model.name", "model.lora") or key.startswith("model.lora."):
+            raise InputError(f"{word!r}: `gspo eval MODEL RECIPE` evaluates MODEL, as it is: leave it out")
         if key.startswith(tuple(f"{name}." for name in _NOT_IN_EVAL)) or key in _NOT_IN_EVAL:
             raise InputError(
                 f"{word!r} has no effect on `gspo eval`, which does no step and writes no folder: leave it out"

@@ -107,8 +107,6 @@ class Algorithm(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is False and info.field_name == "routing":
-            return "off"  # which YAML reads as false
         if isinstance(value, bool) and info.field_name != "mask_truncated":
             raise ValueError(f"expected a value, found {str(value).lower()}")
         return value
@@ -255,6 +253,8 @@ def _check_correction(row: Algorithm) -> None:
     wanted = "[cap]" if row.correction.endswith("_truncate") else "[low, high]"
     if band is None or len(band) != wanted.count(",") + 1:
         raise ValueError(f"correction={row.correction} needs correction_band={wanted}")
+    if list(band) != sorted(set(band)):
+        raise ValueError(f"correction_band={list(band)}: two ratios, the smaller first")
 
 
 # ------------------------------------------------------------------------------ the table

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -42,8 +44,27 @@ class Section(BaseModel):
         return value
 
 
+def at_home(value: Any) -> Any:
+    """`~/x` is below the home folder, also where no shell has said so."""
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+
+Place = Annotated[str, BeforeValidator(at_home)]
+"""A folder, a file, or a name that stands for one."""
+
+
+def _not_empty(name: str | None) -> str | None:
+    if name == "":
+        raise ValueError("names no folder")
+    return name
+
+
+Folder = Annotated[str | None, BeforeValidator(at_home), AfterValidator(_not_empty)]
+"""Where a run is kept; null: by the recipe's name."""
+
 Named = Annotated[
     str | Callable[..., Any],
+    BeforeValidator(at_home),
     PlainSerializer(
         lambda f: f if isinstance(f, str) else f"python:{getattr(f, '__qualname__', repr(f))}", return_type=str
     ),
@@ -91,7 +112,7 @@ class Lora(Section):
     """The adapter adds alpha / rank times B A; null: 32, or that of `start`."""
     targets: Annotated[tuple[str, ...] | None, BeforeValidator(lambda value: _names(value))] = None
     """Ends of the names of the layers, or stacked experts, that it is on, as in q_proj,v_proj; null: all-linear, every linear layer but the output layer, and the experts; or those of `start`."""
-    start: str | None = None
+    start: Annotated[str | None, BeforeValidator(at_home)] = None
     """Folder of an adapter to go on from; null: a fresh one, which changes nothing before it is trained."""
 
 

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from gspo import presets
+from gspo import presets, written
 from gspo.config import RULES_OF_TASKS, Run, task_of
 from gspo.errors import InputError
 from gspo.stage_config import AnyRun, RewardRun, Sft
@@ -54,20 +54,44 @@ def load_as(
 ) -> R:
     """As `load`, for any kind of run."""
     tree = read_recipe(recipe, kind) if recipe is not None else {}
-    seen: set[str] = set()
-    for word in words or []:
-        key, equals, value = word.partition("=")
-        if key in seen:
-            raise InputError(f"{key} is set twice: {word!r} is the second")
-        seen.add(key)
-        if not equals:
+    for key, value in (*_in_order(_read(words or [], kind), kind), *_in_order(list((keys or {}).items()), kind)):
+        lay_over(tree, key, value, kind)
+    return check_as(kind, tree, where=str(recipe) if recipe is not None else f"gspo.{kind.command}")
+
+
+def _read(words: list[str], kind: type[R]) -> list[tuple[str, Any]]:
+    """The keys that words set. Raises InputError for a word that is none, and for a key that is set twice, however it is written."""
+    read: list[tuple[str, Any]] = []
+    by: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        if not equals or not key:
             raise InputError(
                 f"{word!r}: settings are written key=value, as in steps=20 or optimizer.learning_rate=1e-5"
             )
-        lay_over(tree, key.strip(), _parse(key.strip(), value, kind), kind)
-    for key, value in (keys or {}).items():
-        lay_over(tree, key, value, kind)
-    return check_as(kind, tree, where=str(recipe) if recipe is not None else f"gspo.{kind.command}")
+        value = _parse(key, text, kind)
+        for leaf in _leaves(key, value, kind):
+            if leaf in by:
+                raise InputError(f"{leaf} is set twice: by {by[leaf]!r} and by {word!r}")
+            by[leaf] = word
+        read.append((key, value))
+    return read
+
+
+def _leaves(key: str, value: Any, kind: type[AnyRun]) -> Iterator[str]:
+    """The keys that setting `key` sets: `model` is short for `model.name`, and a mapping has several."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}", below, kind)
+    else:
+        shorthand = _shorthands(kind).get(key)
+        yield f"{key}.{shorthand}" if shorthand else key
+
+
+def _in_order(pairs: list[tuple[str, Any]], kind: type[R]) -> list[tuple[str, Any]]:
+    """Sections first, the outer before the inner: one that is set anew would drop what was said of it before."""
+    return sorted(pairs, key=lambda pair: (pair[0] not in _shorthands(kind), pair[0].count(".")))
 
 
 def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
@@ -85,7 +109,7 @@ def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
             f"Built-in: {', '.join(recipes(kind))}."
         )
     try:
-        tree = yaml.load(text, Loader=_Unique)
+        tree = written.read(text)
     except yaml.YAMLError as error:
         raise InputError(f"{recipe}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -108,17 +132,6 @@ def _near_recipe(word: str, kind: type[AnyRun]) -> str:
     ]
     near = get_close_matches(word, recipes(kind), n=1) or tasks
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-class _Unique(yaml.SafeLoader):
-    """YAML in which a key stands once: of two, the first would be dropped without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _text_of(path: Path) -> str:
@@ -167,11 +180,11 @@ def check_as(kind: type[R], tree: Tree, where: str) -> R:
 
 def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:
     """A word of the command line as YAML; for keys that hold text as it stands, so that no `#` or `:` is read into it."""
-    listed = key in _lists(kind) and word.startswith(("[", "{"))
-    if not listed and (key in _shorthands(kind) or key in _text_keys(kind)):
+    section = (key in _shorthands(kind) and word.startswith("{")) or (key in _lists(kind) and word.startswith("["))
+    if not section and (key in _shorthands(kind) or key in _text_keys(kind)):
         return None if word == "null" else word
     try:
-        return yaml.safe_load(word) if word else ""
+        return written.read(word) if word else ""
     except yaml.YAMLError:
         return word
 

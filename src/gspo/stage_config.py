@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Trackers
-from gspo.sections import Section
+from gspo.sections import Folder, Section
 
 
 class Pairs(Data):
@@ -52,7 +52,7 @@ class Sft(Section):
 
     command: ClassVar[str] = "sft"
     recipes: ClassVar[str] = "sft"
-    dir: str | None = Field(default=None, min_length=1)
+    dir: Folder = None
     """Folder of the run; null: runs/<recipe name>."""
     steps: int | None = Field(default=None, gt=0)
     """Optimizer updates; null: as many as `epochs` needs."""
@@ -79,6 +79,10 @@ class Sft(Section):
     @model_validator(mode="after")
     def _check(self) -> Sft:
         _one_length(self)
+        if self.data.turns != "all" and self.data.messages is None:
+            raise ValueError(
+                f"data.turns={self.data.turns} has no effect without data.messages: an answer in a column is one turn"
+            )
         idle = [
             f"{section}.{key}"
             for section, values in (("sampling", self.sampling), ("judging", self.judging))
@@ -116,7 +120,7 @@ class RewardRun(Section):
 
     command: ClassVar[str] = "reward"
     recipes: ClassVar[str] = "reward"
-    dir: str | None = Field(default=None, min_length=1)
+    dir: Folder = None
     """Folder of the run; null: runs/<recipe name>."""
     steps: int | None = Field(default=None, gt=0)
     """Optimizer updates; null: as many as `epochs` needs."""

@@ -33,8 +33,13 @@ def asked(words: Sequence[str], *, every: bool = False) -> tuple[Path, list[Expe
     folders = [word.partition("=")[2] for word in words if word.startswith("dir=")]
     names = [word for word in words if not word.startswith("dir=")]
     if len(folders) > 1 or "" in folders:
-        raise InputError("gspo lab: dir=FOLDER is given once")
-    if every == bool(names):
+        what = "names no folder" if "" in folders else f"is given {len(folders)} times"
+        raise InputError(f"gspo lab: dir= {what}; write it once, as in dir=runs/lab")
+    if every and names:
+        raise InputError(
+            f"gspo lab: --all is every experiment, and {names[0]} is named beside it: leave one of them out"
+        )
+    if not every and not names:
         raise InputError(f"gspo lab: name experiments, or say --all. There are {', '.join(EXPERIMENTS)}")
     for name in names:
         if "=" in name:

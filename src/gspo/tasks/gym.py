@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from gspo import written
 from gspo.errors import InputError
 from gspo.tasks.task import HELD_OUT, Side, limit_key
 
@@ -139,7 +140,7 @@ def parse(arguments: str) -> Gym:
 
 def _value(word: str) -> Any:
     try:
-        value = yaml.safe_load(word)
+        value = written.read(word)
     except yaml.YAMLError:
         return word
     return tuple(value) if isinstance(value, list) else value
