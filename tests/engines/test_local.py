@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import pytest
 import torch
 from asking import PROMPTS, UNEVEN, answers, named, requests
 from chains import ask, chain, policy_of, prompt, tokens, written
+from compiled import needs_kernels
 from families import CONFIGS, VOCABULARY, make, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
 from gspo import InputError, RunError
 from gspo.config import Model, Sampling
 from gspo.engines import local
 from gspo.engines.engine import Request
 from gspo.engines.local import LocalEngine
+from gspo.models import native
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.load import Policy, load_policy
@@ -128,6 +131,27 @@ def test_any_batch_is_one_answer_at_a_time(
         for x in (found, alone)
     ]
     assert np.allclose(*logprobs, atol=1e-6)
+
+
+@needs_kernels
+def test_the_kernels_answers_do_not_depend_on_the_batch() -> None:
+    """In bfloat16, to the last bit: no row's sums feel another row."""
+    shape = dict(hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3, head_dim=32)
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=1, initializer_range=0.2, **shape)
+    torch.manual_seed(0)
+    policy = policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), (2,))
+    policy = replace(policy, kernels=native.kernels())
+    asked = [ask(list(range(3, 40)), 12)]
+    expected, *others = (answers(policy, asked, max_rows=rows, max_new_tokens=40) for rows in (1, 5, 12))
+    lengths = [len(ids) for ids in tokens(expected).values()]
+    assert len(set(lengths)) > 2  # rows leave, and others come
+    for found in others:
+        assert tokens(found) == tokens(expected)
+        for a, b in zip(found[0].rollouts, expected[0].rollouts, strict=True):
+            assert np.array_equal(a.segments[0].logprobs, b.segments[0].logprobs)
+    rows = [(expected[0].prompt.token_ids, r.segments[0]) for r in expected[0].rollouts]
+    gap_N = np.concatenate([s.logprobs for _, s in rows]) - trainers(policy, rows, temperature=1.0)
+    assert float(np.abs(gap_N).mean()) < 0.02
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

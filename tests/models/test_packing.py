@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from compiled import needs_kernels
 from families import make
 from torch import nn
 
-from gspo.models import packing
+from gspo.models import native, packing
 from gspo.models.packing import PackedWeights
 
 needs_packing = pytest.mark.skipif(not packing._works(), reason="this processor or torch packs no bfloat16 weights")
@@ -22,11 +24,12 @@ def layers() -> nn.Sequential:
 
 @needs_packing
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
-def test_products_are_the_plain_layers(rows: int) -> None:
+@pytest.mark.parametrize("kernels", [None, pytest.param(native.kernels, marks=needs_kernels)])
+def test_products_are_the_plain_layers(rows: int, kernels: Callable[[], native.Kernels] | None) -> None:
     model, x = layers(), torch.randn(rows, 96, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
     exact = model.double()(x.double()).detach()
     model = model.to(torch.bfloat16)
-    with torch.no_grad(), PackedWeights(model):
+    with torch.no_grad(), PackedWeights(model, kernels and kernels()):
         found = model(x)
     assert found.dtype == torch.bfloat16
     assert float((found - exact).abs().max()) < 2**-6 * float(exact.abs().max())

@@ -26,7 +26,7 @@ _FEW = 256
 class PackedWeights:
     """Copies of the weights of adapted layers, merged, and of all plain linear layers in bfloat16 on a CPU if torch can.
 
-    With `kernels` plain layers need no copies: those read a weight as it lies. Else, oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
+    With `kernels` layers without bias need no copies: those read a weight as it lies. Else, oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
     product. The sums are those of the plain layer. Parameters, state dict and gradients are untouched, and so is a
     forward outside the context. Without kernels, a merged weight in bfloat16 costs nothing more, since a plain one is copied, too.
     """
@@ -70,15 +70,15 @@ def _merged(layer: Any, kernels: Kernels | None) -> list[tuple[dict[str, Any], s
 
 
 def _fast(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) -> Callable[[Tensor], Tensor] | None:
-    if kernels is not None and kernels.multiplies(weight):
-        return partial(_read_as_it_lies, weight=weight.detach(), bias=bias, kernels=kernels)
+    if kernels is not None and bias is None and kernels.multiplies(weight):
+        return partial(_read_as_it_lies, weight=weight.detach(), kernels=kernels)
     return _forward(weight, bias) if _reordered(weight) and _works() else None
 
 
-def _read_as_it_lies(x: Tensor, *, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+def _read_as_it_lies(x: Tensor, *, weight: Tensor, kernels: Kernels) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > _FEW or bias is not None:
-        return linear(x, weight, bias)
+    if len(rows) > _FEW:
+        return linear(x, weight)
     return kernels.product(rows, weight).view(*x.shape[:-1], -1)
 
 
