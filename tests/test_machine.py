@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +68,34 @@ print(before - held())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert float(done.stdout) > 350, done.stderr
+
+
+def _asked_for() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.is_file() and "[madvise]" in setting.read_text()
+
+
+@pytest.mark.skipif(not _asked_for(), reason="Linux where large pages go to those who ask")
+def test_the_heap_asks_for_large_pages() -> None:
+    """Before anything is allocated, and again when pages have gone back."""
+    script = """
+from gspo import machine
+
+machine.prepare()
+import torch
+
+
+def large():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")) / 1024
+
+
+for _ in range(2):
+    before = large()
+    x = torch.ones(2**26)  # 256 MiB
+    print(large() - before)
+    del x
+    machine.give_pages_back()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert [float(word) > 240 for word in done.stdout.split()] == [True, True], done.stdout + done.stderr

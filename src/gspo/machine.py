@@ -44,8 +44,8 @@ def _keep_pages() -> None:
 
 
 def _large_pages() -> None:
-    """Ask for pages of 2 MiB where the heap will grow: in small ones a processor looks up an address anew for nearly
-    every row of a matrix, which makes transposing three times as slow and products a fifth, most of all in a virtual machine.
+    """Ask for pages of 2 MiB where the heap will grow: rows of a large matrix lie in as many small pages, each of which has to
+    be looked up, which is slow in a virtual machine most of all.
 
     Linux gives them to those who ask (its usual setting `madvise`). The heap takes its next blocks from the advised room.
     """

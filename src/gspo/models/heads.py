@@ -250,12 +250,24 @@ def _block_gradient(
     return _slope(z - logsumexp_N[:, None], by_logprob_N[:, None], by_entropy, entropy_N[:, None]).to(dtype)
 
 
+def _accumulate(total: Tensor, part: Tensor) -> None:
+    # In pieces whose wide copy stays in the cache.
+    for t, p in zip(torch.split(total, 2**17), torch.split(part, 2**17), strict=True):
+        t.add_(p)
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    total.add_(part)
+
+
 @dataclass(frozen=True)
 class Formulas:
-    """What is done to each number of a block of logits, as it is or compiled to one pass."""
+    """What is done to each number of a block of logits, or of a gradient, as it is or compiled to one pass."""
 
     absorb: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _absorb
     gradient: Callable[..., Tensor] = _block_gradient
+    accumulate: Callable[[Tensor, Tensor], None] = _accumulate
+    """Add the second to the first, which is wider; both flat."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +283,7 @@ class Softmax:
 def compiled() -> Formulas:
     """Each formula as one pass over memory; made when it is first called."""
     fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
-    return Formulas(fuse(_absorb), fuse(_block_gradient))
+    return Formulas(fuse(_absorb), fuse(_block_gradient), fuse(_add))
 
 
 class _Logprob(torch.autograd.Function):

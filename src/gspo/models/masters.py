@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo.models.heads import PolicyHead
+from gspo.models.heads import Formulas, PolicyHead
 
-_PIECE = 2**17
-"""Numbers that are added at once: their wide copy stays in the cache."""
 _BLOCK = 2**24
 """Numbers of gradients that lie together in memory."""
 
@@ -32,11 +30,11 @@ class Gradients:
         for name, p in model.named_parameters():
             if name in masters:
                 p.register_post_accumulate_grad_hook(self._add_to(masters[name]))
-        rows, head = model.get_input_embeddings(), model.get_output_embeddings()
+        rows, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if _is_plain(rows) and id(rows.weight) in of_weight:
             rows.register_forward_hook(self._add_rows_to(of_weight[id(rows.weight)]))
-        if isinstance(head, PolicyHead) and id(head.weight) in of_weight:
-            head.collect = self._add_block_to(of_weight[id(head.weight)])
+        if isinstance(self._head, PolicyHead) and id(self._head.weight) in of_weight:
+            self._head.collect = self._add_block_to(of_weight[id(self._head.weight)])
 
     def make_room(self) -> None:
         """For all that have none yet, before any activation: among those they would leave gaps that fit nothing.
@@ -65,6 +63,10 @@ class Gradients:
     def _empty(self, master: nn.Parameter) -> Tensor:
         return self._room.pop(master) if master in self._room else torch.empty_like(master, requires_grad=False)
 
+    def _add(self, total: Tensor, part: Tensor) -> None:
+        formulas = self._head.formulas if isinstance(self._head, PolicyHead) else Formulas()
+        formulas.accumulate(total.view(-1), part.reshape(-1))
+
     def _total(self, master: nn.Parameter) -> Tensor:
         if master.grad is None:
             master.grad = self._empty(master).zero_()
@@ -77,14 +79,14 @@ class Gradients:
             if master.grad is None:
                 master.grad = self._empty(master).copy_(parameter.grad)
             else:
-                _add(master.grad, parameter.grad)
+                self._add(master.grad, parameter.grad)
             parameter.grad = None
 
         return hook
 
     def _add_block_to(self, master: nn.Parameter) -> Callable[[slice, Tensor], None]:
         """Rows of the head, as soon as they are multiplied."""
-        return lambda rows, grad: _add(self._total(master)[rows], grad)
+        return lambda rows, grad: self._add(self._total(master)[rows], grad)
 
     def _add_rows_to(self, master: nn.Parameter) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         """The few rows of the embedding that were read, in the place of a gradient as large as the vocabulary."""
@@ -103,11 +105,6 @@ class Gradients:
             self._total(master).index_add_(0, ids_T, grad_TD)
 
         return forward_hook
-
-
-def _add(total: Tensor, part: Tensor) -> None:
-    for t, p in zip(*(torch.split(x.reshape(-1), _PIECE) for x in (total, part)), strict=True):
-        t.add_(p)
 
 
 def _is_plain(rows: Any) -> bool:
