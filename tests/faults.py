@@ -437,7 +437,8 @@ def with_everything(folder: Path, kills: int = 4) -> dict[str, Any]:
     while code == -9:
         pid = start(run, **({} if list(run.glob("checkpoints/[0-9]*/state.json")) else keys))
         if killed < kills:
-            time.sleep(generator.uniform(0.3, 0.6) * length)
+            _until_step(run, 3 + killed)  # past the first checkpoint, so that it goes on and does not begin anew
+            time.sleep(generator.uniform(0.0, 0.1) * length)
             os.kill(pid, signal.SIGKILL)
         code = ended(pid)
         killed += code == -9
