@@ -6,6 +6,7 @@ Out: one line of JSON a scenario, with what is left of the run (`remains`) besid
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import gspo
+from gspo import heartbeat, learner, store
 from gspo import journal as journal_module
-from gspo import learner, store
 
 KEYS: dict[str, Any] = dict(
     model="random-dense",
@@ -252,14 +253,17 @@ def two_processes(folder: Path) -> dict[str, Any]:
 
 
 def clock(folder: Path) -> dict[str, Any]:
-    """The clock of the machine steps back by an hour whenever it is read."""
-    real, steps = time.time, iter(range(10**9))
+    """The clock of the machine jumps by an hour whenever it is read: further and further back, forward, to and fro."""
+    real, found = time.time, {}
+    for name, hours in {"back": lambda n: -n, "forward": lambda n: n, "to and fro": lambda n: n * (-1) ** n}.items():
 
-    def back() -> None:
-        time.time = lambda: real() - 3600.0 * next(steps)
+        def jump(hours: Callable[[int], int] = hours) -> None:
+            steps = iter(range(10**9))
+            time.time = lambda: real() + 3600.0 * hours(next(steps))
 
-    run = folder / "clock"
-    return {"code": ended(start(run, back)), "differing": differing(folder, run)}
+        run = folder / f"clock-{name}"
+        found[name] = [ended(start(run, jump)), differing(folder, run)]
+    return found
 
 
 def nan_gradient(folder: Path) -> dict[str, Any]:
@@ -313,11 +317,36 @@ def full_disk(folder: Path) -> dict[str, Any]:
     readonly, refusal = _refused(run)
     subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     (folder / "filler").unlink()
+    between, told = _full_at_the_record(folder, run)
     again = ended(start(run))
     return {
         "code": code, "words": words, "kept": kept, "readonly": readonly, "refusal": refusal,
-        "again": again, "differing": differing(folder, run),
+        "between": between, "told": told, "again": again, "differing": differing(folder, run),
     }  # fmt: skip
+
+
+def _full_at_the_record(folder: Path, run: Path) -> tuple[int, str]:
+    """The run goes on, and there is not a byte left when its next step is to be written."""
+    log = Path("/tmp") / f"full-{os.getpid()}.log"  # of the file system that is not full
+
+    def fill() -> None:
+        def filled(self: Any, *args: Any, **keys: Any) -> Any:
+            with contextlib.suppress(OSError), (folder / "filler").open("wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+            return real(self, *args, **keys)
+
+        for descriptor in (1, 2):
+            os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+        real = journal_module.Journal._write_rollouts
+        journal_module.Journal._write_rollouts = filled  # type: ignore[method-assign]
+
+    code = ended(start(run, fill))
+    words = log.read_text().splitlines()[-1]
+    log.unlink()
+    (folder / "filler").unlink()
+    return code, words
 
 
 def _refused(run: Path) -> tuple[int, str]:
@@ -349,6 +378,75 @@ def changed_key(folder: Path) -> dict[str, Any]:
     code, words = ended(start(run)), said(run).splitlines()[-1]
     (run / "run.yaml").write_text(kept)
     return {"code": code, "words": words, "again": ended(start(run)), "differing": differing(folder, run)}
+
+
+JUDGE = """
+import os, time
+def score(completion):
+    with open({pids!r}, "a") as file:
+        file.write(str(os.getpid()) + "\\n")
+    time.sleep(0.05)
+    return float(len(completion) % 3)
+"""
+
+
+def _impatient() -> None:
+    heartbeat.Heartbeat.__init__.__defaults__ = (0.5,)  # seconds
+
+
+def worker(folder: Path) -> dict[str, Any]:
+    """The reward worker of a run is killed, or stopped for good, from outside while it judges."""
+    found = {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        run, pids = folder / number.name, folder / f"{number.name}.pids"
+        (folder / f"{number.name}.py").write_text(JUDGE.format(pids=str(pids)))
+        reward = f"{folder / number.name}.py:score"
+        pid = start(run, _impatient, reward=reward, judging={"workers": 1, "timeout": 2.0}, steps=3, eval={"every": 0})
+        _until_step(run, 1)
+        before = pids.read_text().count("\n")
+        while pids.read_text().count("\n") < before + 3:
+            time.sleep(0.002)
+        os.kill(int(pids.read_text().split()[-1]), number)
+        code = ended(pid)
+        lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+        found[number.name] = {
+            "code": code,
+            "judged": [line["rollouts/judged"] for line in lines],
+            "lost": [line["rollouts/crashed"] + line["rollouts/timeout"] for line in lines],
+            "said": said(run),
+        }
+    return found
+
+
+def with_everything(folder: Path, kills: int = 4) -> dict[str, Any]:
+    """A run with all that a checkpoint can hold beside weights, killed at random moments of its second half."""
+    keys: dict[str, Any] = {
+        "guard": "rollback",
+        "max_staleness": 1,
+        "steps": 8,
+        "data": {"source": "addition:0-9", "limit": 12, "difficulty": [0.1, 0.9]},
+        "algorithm": {"name": "gspo", "updates_per_step": 2, "resample": 1},
+        "reward": "regex:[0-9]",
+        "eval": {"every": 2, "limit": 4},
+    }
+    began = time.monotonic()
+    plain, run = folder / "everything", folder / "everything-killed"
+    assert ended(start(plain, **keys)) == 0, said(plain)
+    length = time.monotonic() - began
+    generator, killed, code = random.Random(3), 0, -9
+    while code == -9:
+        pid = start(run, **({} if list(run.glob("checkpoints/[0-9]*/state.json")) else keys))
+        if killed < kills:
+            time.sleep(generator.uniform(0.3, 0.6) * length)
+            os.kill(pid, signal.SIGKILL)
+        code = ended(pid)
+        killed += code == -9
+    expected, found = remains(plain), remains(run)
+    return {
+        "killed": killed, "code": code, "words": said(run),
+        "differing": sorted(key for key in {**expected, **found} if expected.get(key) != found.get(key)),
+        "held": json.loads(sorted(plain.glob("checkpoints/*/state.json"))[0].read_text()),
+    }  # fmt: skip
 
 
 def orphan(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,13 +73,43 @@ PICKY = "def score(completion, answer):\n    return float(completion == answer a
         (["eval.every=0", "eval.patience=2"], "eval.patience"),
         (["algorithm.load_balance=0.1"], "no experts"),
         (["checkpoint.keep=1", "steps=0"], "steps"),
+        (["data=no_such_file.jsonl"], "no_such_file.jsonl"),
+        (["model=no_such_model"], "no_such_model"),
+        (["reward=nubmer"], "'nubmer'"),
+        (["eval.patience=2", "data={rows}"], "there are no held-out prompts"),
+        (["trackers=no_such_file.py:Mine"], "no such file: no_such_file.py"),
+        (["algorithm=ppo", "critic.model=smollm2-135m"], "another vocabulary"),
+        (["dir=/proc/run"], "/proc is not a folder that can be written to"),
     ],
 )
 def test_what_has_to_be_mended_is_listed(words: list[str], told: str, tmp_path: Path) -> None:
-    code, lines = checked(words, tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one?", "answer": "1"}\n')
+    code, lines = checked([word.format(rows=tmp_path / "rows.jsonl") for word in words], tmp_path)
     assert code == 2
     at = lines.index("not ready, 1 to mend:")
     assert told in lines[at + 1]
+
+
+def test_the_sampling_that_is_in_effect_is_shown(tmp_path: Path) -> None:
+    code, lines = checked(["sampling.temperature=0.7", "sampling.top_p=0.9", "engine.weights=int8"], tmp_path)
+    assert code == 0
+    (shown,) = [line for line in lines if line.startswith("ok   sampling: ")]
+    assert all(word in shown for word in ("temperature=0.7", "top_p=0.9", "weights=int8"))
+    assert any(line.startswith("note ") and "truncated distribution" in line for line in lines)
+
+
+def test_the_step_that_is_tried_is_as_long_as_a_whole_conversation(tmp_path: Path) -> None:
+    code, lines = checked(["conversation.tools=calculator", "conversation.max_tokens=24", "reward=number"], tmp_path)
+    assert code == 0, lines
+    assert any("16 answers of 24 tokens" in line for line in lines)
+
+
+def test_a_guard_that_could_see_little_is_said(tmp_path: Path) -> None:
+    words = ["data.difficulty=[0.1,0.9]", "eval.every=0"]
+    said = "the guard does not compare it"
+    assert any(said in line for line in checked(words, tmp_path)[1])
+    for change in (["eval.every=5"], ["guard=off"], ["data.difficulty=null"]):
+        assert not any(said in line for line in checked([*words, *change], tmp_path)[1])
 
 
 def test_every_fault_is_listed_not_the_first_alone(tmp_path: Path) -> None:
@@ -205,6 +238,12 @@ def test_a_disk_that_is_too_small_is_to_be_mended(tmp_path: Path) -> None:
     found = preflight.disk(run, tmp_path / "deep" / "run", 10**15)
     assert found.mend is not None
     assert "24000000.00 GB are needed" in found.mend
+    some = preflight.disk(
+        run, tmp_path / "run", int(shutil.disk_usage(tmp_path).free / (2.5 * 12))
+    )  # room for two and a half
+    assert some.mend is None
+    assert some.note
+    assert "set checkpoint.keep lower" in some.text
 
 
 def test_a_step_that_fits_only_in_smaller_pieces_and_one_that_fills_memory_are_to_be_mended() -> None:
@@ -227,6 +266,50 @@ def test_the_projection_counts_steps_updates_and_evaluations() -> None:
     assert MEASURED.run_seconds(run, 8) == pytest.approx(20 * 26 + 5 * 2)
 
 
-def test_optional_parts_are_listed() -> None:
-    found: Any = preflight.parts()
-    assert "installed" in found.text
+def test_what_does_not_fit_into_memory_at_all_is_to_be_mended(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ROOM, str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "MEND a step at the largest lengths: cannot be used" in done.stdout
+    assert "not ready, 1 to mend:" in done.stdout
+    assert "gradient_checkpointing" in done.stdout
+
+
+NO_ROOM = """
+import resource, sys
+from gspo import trial
+from gspo.check import check
+
+plain = trial._update
+
+def tight(*given):
+    held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 2**16, -1))
+    try:
+        return plain(*given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+
+trial._update = tight
+words = ["threads=1", "sampling.max_new_tokens=200", f"dir={sys.argv[1]}"]
+sys.exit(check("tiny", words, print))
+"""
+
+
+def test_optional_parts_are_listed_as_they_are_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the metadata of a gspo whose extras are one that is here, one that is not, and one of both."""
+    about = tmp_path / "gspo-1.0.dist-info"
+    about.mkdir()
+    needs = (
+        "torch; extra == 'here'",
+        "no-such-package>=2; extra == 'gone'",
+        "torch; extra == 'both'",
+        "nor-this; extra == 'both'",
+    )
+    about.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gspo\nVersion: 1.0\n" + "".join(f"Requires-Dist: {need}\n" for need in needs)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert preflight.parts().text == "both not installed, gone not installed, here installed"

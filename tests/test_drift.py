@@ -52,7 +52,6 @@ def test_it_is_the_mean_of_log_start_less_log_now_over_the_start_s_tokens(policy
     assert found > 0.01
     assert kl_to_start(learner, read_start(tmp_path, asked), 64) == found, "a resumed run measures the same"
     assert kl_to_start(learner, [], 64) is None
-    assert read_start(tmp_path / "none", asked) == []
 
 
 def test_weights_that_give_no_number_are_infinitely_far(policy: Policy, tmp_path: Path) -> None:
@@ -72,3 +71,5 @@ def test_damaged_answers_of_the_start_are_refused(policy: Policy, tmp_path: Path
     (tmp_path / "start" / "ahead.jsonl.gz").write_bytes(b"half")
     with pytest.raises(InputError, match="damaged"):
         read_start(tmp_path, asked)
+    with pytest.raises(InputError, match="start is missing or damaged"):
+        read_start(tmp_path / "none", asked)

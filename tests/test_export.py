@@ -91,6 +91,27 @@ def test_the_folder_has_what_others_need_and_nothing_of_ours(run: Path, tmp_path
     assert template == AutoTokenizer.from_pretrained(source).chat_template
 
 
+def test_an_adapter_is_merged_into_its_base(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**KEYS, "model": {"name": "random-dense", "dtype": "float32", "lora": {"rank": 4}}}
+    folder = gspo.train("tiny", dir=tmp_path / "run", **{**keys, "optimizer": {"learning_rate": 0.05}}).folder
+    source = export(folder, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*adapter*"))
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("what is 3 + 4?", return_tensors="pt").input_ids[0]
+    torch.testing.assert_close(theirs(tmp_path / "out", ids), ours(source, ids), rtol=0, atol=2e-5)
+    export(folder, tmp_path / "before", checkpoint="1", dtype=torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "before", dtype="auto").dtype == torch.bfloat16
+    assert (theirs(tmp_path / "before", ids) - theirs(tmp_path / "out", ids)).abs().max() > 1e-2, "the adapter is in it"
+
+
+@pytest.mark.parametrize("critic", [{}, {"model": "random-moe"}])
+def test_a_critic_stays_with_the_run(critic: dict[str, Any], tmp_path: Path) -> None:
+    """An engine reads every *.safetensors of a folder."""
+    folder = gspo.train("tiny", dir=tmp_path / "run", **{**KEYS, "algorithm": "ppo", "critic": critic}).folder
+    source = export(folder, tmp_path / "out")
+    assert (source / "critic.safetensors").is_file()
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_experts_stand_under_the_names_of_checkpoints(run: Path, tmp_path: Path) -> None:
     """An engine that does not find an expert leaves it out without a word: verl-project/verl#6210."""
     export(run, tmp_path / "out")

@@ -75,8 +75,9 @@ def test_a_second_process_on_a_run_is_refused_with_the_first_ones_pid(few: dict[
     assert few["two_processes"] == {"code": 2, "named": True, "again": 0, "differing": []}
 
 
-def test_a_clock_that_steps_back_changes_nothing(few: dict[str, Any]) -> None:
-    assert few["clock"] == {"code": 0, "differing": []}
+@pytest.mark.parametrize("jumps", ["back", "forward", "to and fro"])
+def test_a_clock_that_jumps_changes_nothing(jumps: str, few: dict[str, Any]) -> None:
+    assert few["clock"][jumps] == [0, []]
 
 
 def test_a_gradient_that_is_not_a_number_stops_the_run_and_spoils_nothing(few: dict[str, Any]) -> None:
@@ -115,6 +116,52 @@ def test_a_full_and_a_read_only_disk_cost_no_checkpoint(tmp_path: Path) -> None:
     assert all(word in found["words"] for word in ("could not be written", "needs", "MB are free", "untouched"))
     assert found["readonly"] == 2
     assert "cannot be written to" in found["refusal"]
+    assert found["between"] == 1
+    assert "rollouts: step " in found["told"]
+    assert "could not be written" in found["told"]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    mark = os.urandom(8).hex()
+    found = happened(tmp_path_factory.mktemp("workers"), "worker", MARK=mark)["worker"]
+    assert all_gone(mark), marked(mark)
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SIGKILL", ["its process ended while it judged this answer", "signal 9"]),
+        (
+            "SIGSTOP",
+            [
+                "no verdict within 2 s (judging.timeout)",
+                "still at it after 1 s: step 2, answers are sampled and judged",
+            ],
+        ),
+    ],
+)
+def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(
+    name: str, words: list[str], workers: dict[str, Any]
+) -> None:
+    """P30, its local form: the wait is bounded, it is said who waited for what, and meanwhile what the run is at."""
+    found = workers[name]
+    assert (found["code"], found["judged"], found["lost"]) == (0, [12, 11, 12], [0, 1, 0])
+    assert all(word in found["said"] for word in words), found["said"]
+
+
+def test_a_run_with_all_that_can_be_held_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """P29: answers ahead, difficulty, dynamic sampling, the guard, evaluations."""
+    found = happened(tmp_path, "with_everything")["with_everything"]
+    assert found["killed"] >= 1
+    assert (found["code"], found["differing"]) == (0, [])
+    held = found["held"]
+    assert held["ahead"] == 1
+    assert held["seen"]
+    assert held["guard"]["rewards"]
+    for word in ("answers for 1 steps ahead", "the difficulty of ", "the guard (0 rollbacks"):
+        assert word in found["words"]
 
 
 def test_when_the_run_dies_its_workers_and_trackers_die(tmp_path: Path) -> None:

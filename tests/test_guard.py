@@ -117,6 +117,42 @@ def test_an_end_of_all_signal_is_an_alarm_unless_the_task_is_solved() -> None:
     assert actions(after([silent] * 20, never)[1]) == [], "a task with little signal is not a collapse"
 
 
+CHOSEN = {"prompts/skipped": 3}
+
+
+def test_where_prompts_are_chosen_a_step_says_nothing_of_the_policy() -> None:
+    """data.difficulty: the solved are passed over, and what is left is hard. The reward of the steps falls, the policy does not."""
+    course: list[dict[str, Any]] = [{}] * 10 + [{**CHOSEN, "reward/mean": 0.1}] * 20
+    state, decisions = after(course)
+    assert actions(decisions) == []
+    assert state.calm
+    assert actions(after([{**step, "prompts/skipped": 0} for step in course])[1]), "of all prompts it is a collapse"
+    # A step in which none happens to be passed over is not of all prompts either.
+    assert actions(after([{"reward/mean": 0.1}] * 8, state)[1]) == []
+
+
+def test_where_prompts_are_chosen_evaluations_say_whether_the_reward_is_down() -> None:
+    state, _ = after([{**CHOSEN, **evaluated(0.6)}] * 10)
+    long = {**CHOSEN, "truncated/share": 0.95}
+    assert actions(after([long] * 8, state)[1]) == [("warn", "truncation")]
+    level, _ = after([{**CHOSEN, **evaluated(0.55)}], state)
+    assert actions(after([long] * 8, level)[1]) == [("warn", "truncation")], "within the interval"
+    fallen, before = after([{**CHOSEN, **evaluated(0.45)}], state)
+    assert actions(before) == []
+    assert not fallen.calm
+    assert actions(after([long] * ACT_AFTER, fallen)[1])[-1] == ("rollback", "truncation")
+    assert rolled_back(fallen, State()).chosen
+    assert not rolled_back(fallen, State()).down, "the weights that were measured have gone"
+
+
+def test_where_prompts_are_chosen_silence_is_an_alarm_only_if_no_group_is_all_right() -> None:
+    """What is passed over is looked at again now and then: the solved beside the hopeless, and no signal."""
+    state, _ = after([CHOSEN] * 10)
+    silent = {**CHOSEN, "reward/mean": 0.2, "groups/signal": 0}
+    assert actions(after([{**silent, "groups/all_right": 2}] * 8, state)[1]) == []
+    assert actions(after([{**silent, "groups/all_right": 0}] * ACT_AFTER, state)[1])[-1] == ("rollback", "silence")
+
+
 def test_an_evaluation_that_falls_is_an_alarm_at_once() -> None:
     start = {**evaluated(0.3, prefix="eval/start"), **evaluated(0.32)}
     state, _ = after([start, *[{}] * 8, evaluated(0.8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_weights_and_optimizer_return_and_time_goes_on(repaired: Path) -> None:
     assert [line["learning_rate"] for line in lines] == pytest.approx(full[:11] + [rate / 2 for rate in full[11:]])
 
 
+def test_the_report_says_what_the_guard_did(repaired: Path) -> None:
+    html = (repaired / "report.html").read_text()
+    rows = [
+        re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html.split("<h2>Guard</h2>")[1])
+    ]
+    assert [row[:4] for row in rows[:2]] == [["9", "warn", "–", "1"], ["11", "rollback", "7", "0.5"]]
+    assert rows[1][4].startswith("reward: the reward, ")
+
+
+def test_what_is_restored_is_said(repaired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = tmp_path / "run"
+    shutil.copytree(repaired, cut, symlinks=True)
+    shutil.rmtree(cut / "checkpoints" / "00000014")
+    gspo.train(resume=cut, reward=falling(cut))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from "))
+    assert said.endswith(
+        "checkpoints/00000013: weights, optimizer (52 updates), position 52 in the data, the guard (1 rollbacks, learning rate times 0.5)"
+    )
+
+
 @pytest.mark.parametrize("killed_after", [9, 11, 12])
 def test_a_run_killed_around_a_rollback_resumes_bit_for_bit(repaired: Path, killed_after: int, tmp_path: Path) -> None:
     cut = tmp_path / "run"
@@ -105,6 +126,18 @@ def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     )  # fmt: skip
     assert journal(folder)[10]["guard/target"] == 7
     assert journal(folder)[10]["guard/action"] == "rollback"
+
+
+def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> None:
+    """With max_staleness the next step's answers are there already when the weights are put back."""
+    folder = run(
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=15, checkpoint={"every": 1, "keep": 1},
+        optimizer={"learning_rate": 3e-3}, max_staleness=1,
+    )  # fmt: skip
+    lines = journal(folder)
+    back = next(line["step"] for line in lines if line["guard/action"] == "rollback")
+    ages = {line["step"]: line["staleness/max"] for line in lines}
+    assert (ages[back], ages[back + 1], ages[back + 2]) == (1, 0, 1)
 
 
 def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path) -> None:

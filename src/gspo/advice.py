@@ -18,6 +18,17 @@ def advice(run: Run, inputs: Inputs) -> list[str]:
         *_sampling_advice(run),
         *_staleness_advice(run),
         *_evaluation_advice(run, inputs),
+        *_guard_advice(run, inputs),
+    ]
+
+
+def _guard_advice(run: Run, inputs: Inputs) -> list[str]:
+    """What the guard cannot see where prompts are chosen."""
+    if run.guard == "off" or run.data.difficulty is None or (inputs.held_out and run.eval.every):
+        return []
+    return [
+        "data.difficulty passes prompts over, so the reward of a step is that of the prompts that are left, and the guard does not compare it. Without "
+        "evaluations it sees a collapse only where no answer is right any more or a number is not finite: give eval.source=FILE and eval.every"
     ]
 
 

@@ -43,6 +43,7 @@ from gspo.store import Progress, Store
 from gspo.tasks.sampler import Sampler
 from gspo.trackers import table
 from gspo.trackers.side import Trackers
+from gspo.types import Group
 
 R = TypeVar("R", Run, Sft, RewardRun)
 A = TypeVar("A", Run, Sft, RewardRun, Sft | RewardRun)
@@ -103,10 +104,15 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
         progress=progress,
         critic=critic,
         rescue=rescue,
-        start=read_start(folder, inputs.held_out) if saved is not None else [],
+        start=_start_answers(run, folder, inputs) if progress.step and rescue is not None else [],
         trackers=Trackers(run.trackers, folder, after=progress.step, say=console.say),  # once the journal is settled
         ahead=deque(ahead),
     )
+
+
+def _start_answers(run: Run, folder: Path, inputs: Inputs) -> list[Group]:
+    """What a run that is gone on with measures the distance to its start with; nothing if it evaluates nothing."""
+    return read_start(folder, inputs.held_out) if run.eval.every and inputs.held_out else []
 
 
 def _said(run: Run, inputs: Inputs, *, new: bool) -> Console:
@@ -190,11 +196,7 @@ def go_on(run: AnyRun, learner: Learner, saved: store.Saved, console: Console) -
     assert run.steps is not None
     progress = saved.progress
     learner.restore(saved.moments, progress.updates)
-    console.say(
-        f"resumed from {saved.checkpoint}: weights, optimizer ({progress.updates} updates), "
-        f"position {progress.position} in the data"
-        + (f", answers for {progress.ahead} steps ahead" if progress.ahead else "")
-    )
+    console.say(f"resumed from {saved.checkpoint}: {saved.words}")
     before = store.change_steps(saved.folder, run.steps)
     if before != run.steps and run.optimizer.schedule != "constant":
         console.say(

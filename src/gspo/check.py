@@ -19,12 +19,14 @@ from gspo.advice import advice
 from gspo.build import new_folder, require_fit
 from gspo.config import Run
 from gspo.console import Console, duration, plan
+from gspo.critic import require_vocabulary
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError, RunError
 from gspo.inputs import Inputs, read_inputs
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
 from gspo.preflight import Finding
+from gspo.trackers import table
 from gspo.trial import Trial, trial
 
 FULL = 0.9
@@ -96,7 +98,10 @@ def _run(found: Check, run: Run, inputs: Inputs) -> None:
     with found.trying("folder"):
         found.add(Finding("folder", f"{new_folder(run)} is free"))
     found.add(preflight.parts())
+    with found.trying("trackers"):
+        table.require(run.trackers)
     with found.trying("model"):
+        require_vocabulary(run)
         threads = set_threads(run.threads)
         policy = load_policy(run.model)
         require_fit(policy, inputs, run)
@@ -122,7 +127,7 @@ def _measured(found: Check, run: Run, policy: Policy, inputs: Inputs) -> None:
 
 def _step(run: Run, seen: Trial) -> Finding:
     text = (
-        f"{seen.answers} answers of {run.sampling.max_new_tokens} tokens to prompts of {seen.prompt_tokens} in {seen.rollout_seconds:.1f} s; "
+        f"{seen.answers} answers of {run.longest} tokens to prompts of {seen.prompt_tokens} in {seen.rollout_seconds:.1f} s; "
         f"an update on {seen.trained} of them in {seen.update_seconds:.1f} s"
     )
     name = "a step at the largest lengths"

@@ -15,7 +15,7 @@ from gspo.ahead import read_ahead, write_ahead
 from gspo.batch import answers_batch
 from gspo.drawing import Drawn
 from gspo.engines.engine import Engine, Request
-from gspo.errors import DivergedError
+from gspo.errors import DivergedError, InputError
 from gspo.evaluate import EVAL_STREAM
 from gspo.learner import Learner
 from gspo.types import Group, Prompt
@@ -36,8 +36,14 @@ def sample_start(engine: Engine, prompts: Sequence[Prompt], folder: Path) -> lis
 
 
 def read_start(folder: Path, prompts: Sequence[Prompt]) -> list[Group]:
-    """What `sample_start` kept; nothing of a run that kept nothing. Raises InputError if it is damaged."""
-    return read_ahead(folder / _FOLDER, prompts, 1)[0].groups if (folder / _FOLDER).is_dir() else []
+    """What `sample_start` kept. Raises InputError if it is missing, damaged or of other prompts."""
+    try:
+        return read_ahead(folder / _FOLDER, prompts, 1)[0].groups
+    except InputError as error:
+        raise InputError(
+            f"{folder / _FOLDER} is missing or damaged: the run cannot be resumed without the answers of its start, which the guard measures "
+            "eval/kl_start with. Put it back as it was, or start a new run with the checkpoint as its model"
+        ) from error
 
 
 def kl_to_start(learner: Learner, start: Sequence[Group], max_tokens: int) -> float | None:

@@ -19,16 +19,21 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from gspo import __version__
+from gspo.config import Model
 from gspo.errors import InputError, RunError
+from gspo.models import lora
+from gspo.models.load import load_policy
 from gspo.seal import require_whole
 
-_OURS = ("optimizer.safetensors", "state.json", "checksums.json", "settings.yaml", "ahead.jsonl.gz")
+_OURS = ("state.json", "checksums.json", "settings.yaml", "ahead.jsonl.gz")
 """Files of a checkpoint that only a run that goes on needs."""
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+"""The model's are written anew; those of the optimizer and a critic are ours, and an engine would take them for the model's."""
+_MERGED = ".merged"
 
 
 def export(run: Path, folder: Path, *, checkpoint: str = "last", dtype: torch.dtype | None = None) -> Path:
-    """Write the weights of a checkpoint of `run` to `folder`; returns the checkpoint.
+    """Write the weights of a checkpoint of `run` to `folder`, an adapter merged into its base; returns the checkpoint.
 
     Args:
         checkpoint: `best`, `last`, or the number of a step.
@@ -42,15 +47,24 @@ def export(run: Path, folder: Path, *, checkpoint: str = "last", dtype: torch.dt
     if folder.exists():
         raise InputError(f"{folder}: exists already, and nothing is written over: choose another folder")
     require_whole(source)
-    if not list(source.glob("model*.safetensors")):
+    adapted = (source / "adapter_config.json").is_file()
+    if not adapted and not list(source.glob("model*.safetensors")):
         raise InputError(f"{source}: no whole model is in it")
     draft = folder.parent / f".{folder.name}.draft-{os.getpid()}"
     try:
         draft.mkdir(parents=True)
-        _write(source, draft, dtype)
+        if adapted:
+            _merge(source, draft / _MERGED)
+            _write(draft / _MERGED, draft, dtype)
+            shutil.rmtree(draft / _MERGED)
+        else:
+            _write(source, draft, dtype)
+        _say_what(source, draft)
         draft.rename(folder)
     except OSError as error:
-        need = sum(path.stat().st_size for path in source.glob("model*.safetensors"))
+        need = sum(
+            path.stat().st_size for path in [*source.glob("*model*.safetensors"), *draft.rglob("model*.safetensors")]
+        )
         free = shutil.disk_usage(next(p for p in draft.absolute().parents if p.exists())).free
         raise RunError(
             f"{folder} could not be written ({error}): it needs up to {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
@@ -76,6 +90,20 @@ def find(run: Path, checkpoint: str) -> Path:
     return named[checkpoint]
 
 
+def _merge(source: Path, folder: Path) -> None:
+    """The base of an adapter with the adapter merged into it, in float32, as a checkpoint of the whole model."""
+    policy = load_policy(Model(name=str(source), dtype="float32", device="cpu"))
+    lora.merge(policy.model).save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def _say_what(source: Path, draft: Path) -> None:
+    """`gspo.json`: where the weights come from."""
+    dtype = json.loads((draft / "config.json").read_text())["dtype"]
+    said = {"gspo": __version__, "checkpoint": source.name, "dtype": dtype}
+    (draft / "gspo.json").write_text(json.dumps(said) + "\n")
+
+
 def _write(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
     tensors: dict[str, Tensor] = {}
     for part in sorted(source.glob("model*.safetensors")):
@@ -92,9 +120,6 @@ def _write(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
     _declare(config, stored)
     (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _generation_config(source, config).save_pretrained(draft)  # it refuses what is not strictly valid
-    (draft / "gspo.json").write_text(
-        json.dumps({"gspo": __version__, "checkpoint": source.name, "dtype": stored}) + "\n"
-    )
 
 
 def _declare(config: dict[str, Any], dtype: str) -> None:

@@ -74,7 +74,11 @@ class State:
     """Of the last calm steps."""
     start_eval: Interval | None = None
     best_eval: Interval | None = None
-    """Rewards of the first and of the best evaluation."""
+    last_eval: Interval | None = None
+    """Rewards of the first, of the best and of the latest evaluation."""
+    chosen: bool = False
+    """Prompts have been passed over for their difficulty: since then the reward of a step is that of the prompts that were
+    left, which falls while the policy gets better, and is not compared."""
     kl: float | None = None
     """At the last evaluation."""
     strikes: Mapping[str, int] = field(default_factory=dict)
@@ -99,9 +103,16 @@ class State:
         return (self.best - self.reward) / self.spread
 
     @property
+    def down(self) -> bool:
+        """The reward is low enough that other symptoms count: that of the steps, or of evaluations where prompts are chosen."""
+        if not self.chosen:
+            return self.fallen >= DOWN
+        return self.last_eval is not None and self.best_eval is not None and self.last_eval[2] < self.best_eval[1]
+
+    @property
     def calm(self) -> bool:
         """Nothing holds, so that what is saved now is worth going back to."""
-        return not self.strikes and self.fallen < DOWN
+        return not self.strikes and not self.down
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ def read_state(plain: Mapping[str, Any] | None) -> State | None:
 
 
 def _reward_fell(s: State, m: Mapping[str, Any]) -> str | None:
-    if s.reward is None or s.best is None or (s.fallen <= FALL and not _halved(s, m)):
+    if s.chosen or s.reward is None or s.best is None or (s.fallen <= FALL and not _halved(s, m)):
         return None
     return f"the reward, {s.reward:.3f} on average of {len(s.rewards)} steps, lies {s.fallen:.1f} spreads ({s.spread:.2g}) below its best, {s.best:.3f}"
 
@@ -144,7 +155,10 @@ def _halved(s: State, m: Mapping[str, Any]) -> bool:
 
 def _silent(s: State, m: Mapping[str, Any]) -> str | None:
     now, before = s.reward, s.best
-    if m["groups/signal"] or m["groups/all_right"] * 2 > m["groups/total"] or s.signal < SILENT:
+    right = m["groups/all_right"]
+    # Chosen prompts may be what is left to be looked at again: the solved beside the hopeless.
+    solved = right > 0 if s.chosen else right * 2 > m["groups/total"]
+    if m["groups/signal"] or solved or s.signal < SILENT:
         return None
     if now is None or before is None or now >= before:
         return None
@@ -238,7 +252,7 @@ def watch(state: State, metrics: Mapping[str, Any]) -> tuple[State, Decision]:
     seen = replace(_learned(seen, metrics, calm=not found), strikes=strikes)
     for name, text in found.items():
         rule = RULES[name]
-        if (rule.at_once or strikes[name] >= ACT_AFTER) and (rule.alone or seen.fallen >= DOWN):
+        if (rule.at_once or strikes[name] >= ACT_AFTER) and (rule.alone or seen.down):
             return seen, alarm(seen, name, text)
     # Said once: at the step at which it has held long enough.
     said = [(n, t) for n, t in found.items() if strikes[n] == (1 if RULES[n].at_once else WARN_AFTER)]
@@ -259,6 +273,8 @@ def rolled_back(state: State, then: State) -> State:
         spread=max(state.spread, then.spread),
         start_eval=state.start_eval,
         best_eval=then.best_eval or state.start_eval,
+        last_eval=None,
+        chosen=state.chosen,
         kl=None,
         strikes={},
         target=state.target,
@@ -278,6 +294,7 @@ def _seen(s: State, m: Mapping[str, Any]) -> State:
         s = replace(s, best=s.reward if s.best is None else max(s.best, s.reward), signal=max(s.signal, fmean(signals)))
     if (start := _evaluation(m, "eval/start")) is not None:
         s = replace(s, start_eval=start, best_eval=start)
+    s = replace(s, last_eval=_evaluation(m, "eval") or s.last_eval, chosen=s.chosen or bool(m.get("prompts/skipped")))
     return replace(s, kl=m["eval/kl_start"]) if m.get("eval/kl_start") is not None else s
 
 

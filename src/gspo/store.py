@@ -207,6 +207,21 @@ class Saved:
         return self.checkpoint.parents[1]
 
     @property
+    def words(self) -> str:
+        """What is restored."""
+        done = self.progress
+        said = [f"weights, optimizer ({done.updates} updates)", f"position {done.position} in the data"]
+        said += [f"answers for {done.ahead} steps ahead"] if done.ahead else []
+        said += [f"the difficulty of {len(done.seen)} prompts"] if done.seen else []
+        said += ["the critic"] if self.critic is not None else []
+        said += [f"a KL coefficient of {done.kl_coefficient:.3g}"] if done.kl_coefficient is not None else []
+        if done.guard is not None:
+            said.append(f"the guard ({done.guard.rollbacks} rollbacks, learning rate times {done.guard.step_size:g})")
+        if done.best_reward is not None:
+            said.append(f"the best held-out reward so far ({done.best_reward:.3f}, step {done.best_step})")
+        return ", ".join(said)
+
+    @property
     def model(self) -> dict[str, Any]:
         """Keys of the model section that name the checkpoint's weights."""
         return {"name": str(self.checkpoint), "lora": None}

@@ -73,6 +73,7 @@ def trial(run: Run, policy: Policy, inputs: Inputs, console: Console) -> Trial:
 
     Raises OutOfMemoryError if a single answer does not fit.
     """
+    run = _whole_conversations(run)
     critic = open_critic(run, policy, None)
     learner = learner_of(run, policy, critic)
     # Without stop ids no answer ends before the limit.
@@ -94,6 +95,11 @@ def trial(run: Run, policy: Policy, inputs: Inputs, console: Console) -> Trial:
     )
 
 
+def _whole_conversations(run: Run) -> Run:
+    """With answers as long as all that may come after a prompt: of a conversation, all of its turns."""
+    return run.model_copy(update={"sampling": run.sampling.model_copy(update={"max_new_tokens": run.longest})})
+
+
 def peak_of_process() -> int:
     """Bytes of memory that this process has held at most."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -106,7 +112,9 @@ def _sampled(run: Run, engine: LocalEngine, inputs: Inputs) -> tuple[list[Group]
     list(_warm(engine, longest))
     start = time.perf_counter()
     requests = [Request(prompt=longest, ordinal=i, count=run.group_size) for i in range(at_once)]
-    groups = rollout(engine, requests, inputs.reward)
+    # Of conversations there are no turns here, so that a function which wants them may fail.
+    reward = inputs.reward if run.talk is None else replace(inputs.reward, max_failed=1.0)
+    groups = rollout(engine, requests, reward)
     seconds = time.perf_counter() - start
     # Rewards that differ: a group without signal would not be trained.
     return [group.with_rewards([Reward(float(i % 2)) for i in range(run.group_size)]) for group in groups], seconds

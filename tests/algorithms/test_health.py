@@ -91,6 +91,7 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
         ({"clip/tokens": 0.97, "ratio": "token"}, "silenced", True, ["97% of the tokens"]),
         ({"staleness/max": 9}, "stale", True, ["9 versions"]),
         ({"staleness/max": 2, "entropy": 0.21}, "learning", False, ["2 versions old", "entropy 0.21"]),
+        ({"length/mean": 17.6, "truncated/share": 0.25}, "learning", False, ["18 tokens an answer, 25% of them cut"]),
         ({"truncated/share": 0.6}, "truncated", True, ["60%", "max_new_tokens=24"]),
         (
             {"anchor": "rollout", "parity/signed": -1.5e-4},

@@ -223,6 +223,8 @@ def _learning(m: Mapping[str, Any]) -> Verdict:
         )
     if m.get("entropy") is not None:
         text += f"; entropy {m['entropy']:.2g} nats a token"
+    if m.get("length/mean") is not None:
+        text += f"; {m['length/mean']:.0f} tokens an answer, {m['truncated/share']:.0%} of them cut"
     if m.get("staleness/max"):
         text += f"; answers up to {m['staleness/max']} versions old"
     return Verdict("learning", text)

@@ -46,7 +46,8 @@ _CHARTS: tuple[tuple[str, dict[str, str], bool], ...] = (
         False,
     ),
     ("gradient norm", {"grad_norm": "mean of the updates"}, True),
-    ("KL to the start", {"kl/mean": "KL"}, False),
+    ("KL to the start, nats a token", {"kl/mean": "KL term", "eval/kl_start": "at evaluations"}, False),
+    ("answers that go round in a loop", {"repetition/share": "in a loop"}, False),
 )
 """Title, journal keys with their names, whether upwards is logarithmic. A chart without a number is left out."""
 
@@ -75,7 +76,7 @@ def page(folder: Path) -> str:
     body = (
         f"<h1>{escape(name)}</h1>{_summary(folder, lines)}"
         f'<h2>Curves</h2><div class="charts">{"".join(_charts(lines))}</div>'
-        f"<h2>Verdicts</h2>{_verdicts(lines)}<h2>Answers</h2>{_samples(folder)}"
+        f"<h2>Verdicts</h2>{_verdicts(lines)}{_guarded(lines)}<h2>Answers</h2>{_samples(folder)}"
     )
     return document(f"gspo: {name}", body, _STYLE)
 
@@ -130,6 +131,24 @@ def _verdicts(lines: Sequence[Metrics]) -> str:
         steps = str(first) if first == last else f"{first} to {last}"
         rows.append((steps, f'<span class="warn">{words}</span>' if warning else words))
     return table(("steps", "verdict"), rows)
+
+
+def _guarded(lines: Sequence[Metrics]) -> str:
+    """What the guard said and did; nothing of a run that it left alone."""
+    said = [line for line in lines if line.get("guard/action") not in (None, "none")]
+    if not said:
+        return ""
+    rows = [
+        (
+            str(line["step"]),
+            line["guard/action"],
+            "–" if line["guard/target"] is None else str(line["guard/target"] or "the start"),
+            f"{line['guard/step_size']:g}",
+            escape(f"{line['guard/rule']}: {line['guard/text']}"),
+        )
+        for line in said
+    ]
+    return f"<h2>Guard</h2>{table(('step', 'action', 'back to', 'learning rate times', 'why'), rows)}"
 
 
 def _samples(folder: Path) -> str:
