@@ -37,6 +37,33 @@ def test_a_run_goes_on_only_with_the_rows_it_was_started_with(tmp_path: Path) ->
     assert gspo.train(resume=folder, reward=digits, steps=3, data=ROWS).step == 3
 
 
+def test_a_changed_column_is_refused_and_a_changed_reward_file_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, held, judge = tmp_path / "train.jsonl", tmp_path / "held.jsonl", tmp_path / "judge.py"
+
+    def write(path: Path, answer: str) -> None:
+        path.write_text("".join(json.dumps({"prompt": f"{path.stem} {i}", "answer": answer}) + "\n" for i in range(4)))
+
+    write(train, "1")
+    write(held, "1")
+    judge.write_text("def score(completion, answer):\n    return float(len(completion) % 2)\n")
+    folder = tiny(
+        tmp_path / "run", data=str(train), eval={"every": 0, "source": str(held)}, reward=f"{judge}:score", steps=1
+    )
+    for path, said in ((train, "the rows to train on are not"), (held, "the held-out rows are not")):
+        write(path, "2")
+        with pytest.raises(gspo.InputError, match=said):
+            gspo.train(resume=folder, steps=2)
+        write(path, "1")
+    judge.write_text("def score(completion, answer):\n    return float(len(completion) % 3)\n")
+    gspo.train(resume=folder, steps=2)
+    assert f"warning: {judge} is not what the run was started with" in capsys.readouterr().out
+    judge.write_text("def score(completion, answer):\n    return float(len(completion) % 2)\n")
+    gspo.train(resume=folder, steps=3)
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_the_command_line_does_not_guess_a_reward_from_python(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from gspo.models.routing import routers_of, unknown_router
 from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
+from gspo.tasks.identity import other_sides
 from gspo.tasks.sampler import Sampler
 from gspo.trackers import table
 from gspo.trackers.side import Trackers
@@ -71,7 +72,7 @@ def build(
 def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> Job:
     require_same_data(saved, inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
-    console = _said(run, inputs, new=saved is None)
+    console = _said(run, inputs, saved)
     require_vocabulary(run)
     policy, threads = open_policy(run, saved, console)
     run = with_learning_rate(run, policy, console)
@@ -83,7 +84,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
     checkpoints = Store(folder, run.checkpoint.keep)
     opened.callback(checkpoints.close)
     progress = (
-        start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine))
+        start(run, folder, about(run, policy, threads, inputs.sha256) | _described(run, engine, inputs))
         if saved is None
         else go_on(run, learner, saved, console)
     )
@@ -115,12 +116,14 @@ def _start_answers(run: Run, folder: Path, inputs: Inputs) -> list[Group]:
     return read_start(folder, inputs.held_out) if run.eval.every and inputs.held_out else []
 
 
-def _said(run: Run, inputs: Inputs, *, new: bool) -> Console:
+def _said(run: Run, inputs: Inputs, saved: store.Saved | None) -> Console:
     """The console, with the plan and what there is to know about it said. Raises InputError for rewards that are not sound."""
     console = Console(run.steps)
     console.say(plan(run))
-    for note in (*advice(run, inputs), *inputs.notes, *(preflight.require_sound(run, inputs) if new else ())):
+    for note in (*advice(run, inputs), *inputs.notes, *(() if saved else preflight.require_sound(run, inputs))):
         console.say(f"note: {note}")
+    for change in inputs.changed_code(saved.about.get("code")) if saved is not None else ():
+        console.say(f"warning: {change}")
     return console
 
 
@@ -142,12 +145,12 @@ def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, n
         console.say(f"note: {room.text}")
 
 
-def require_same_data(saved: store.Saved | None, sha256: str) -> None:
+def require_same_data(saved: store.Saved | None, sha256: Mapping[str, str]) -> None:
     """Raise InputError if the run to go on with was started with other data."""
-    if saved is not None and saved.about.get("data_sha256") != sha256:
+    if saved is not None and (other := other_sides(saved.about.get("data_sha256"), sha256)):
         raise InputError(
-            f"{saved.folder}: the prompts are not those that the run was started with: put the data back as it was, "
-            "or start a new run"
+            f"{saved.folder}: {' and '.join(other)} are not those that the run was started with (every column counts): "
+            "put the data back as it was, or start a new run"
         )
 
 
@@ -268,8 +271,8 @@ def _require_routers(policy: Policy, run: Run) -> None:
         )
 
 
-def _described(run: Run, engine: LocalEngine) -> dict[str, Any]:
-    return {"algorithm": run.algorithm.source, "sampling": engine.describe()}
+def _described(run: Run, engine: LocalEngine, inputs: Inputs) -> dict[str, Any]:
+    return {"algorithm": run.algorithm.source, "sampling": engine.describe(), "code": inputs.code}
 
 
 def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
@@ -314,7 +317,7 @@ def engine_of(run: Run, policy: Policy, console: Console) -> LocalEngine:
     return engine
 
 
-def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[str, Any]:
+def about(run: AnyRun, policy: Policy, threads: int, data_sha256: Mapping[str, str]) -> dict[str, Any]:
     """What run.yaml says, beside the configuration, of what a run was started with."""
     source = policy.source
     return {
@@ -322,7 +325,7 @@ def about(run: AnyRun, policy: Policy, threads: int, data_sha256: str) -> dict[s
         "command": run.command,
         "format": store.FORMAT,
         "weights": {"name": source.name, "origin": source.origin, "sha256": source.sha256},
-        "data_sha256": data_sha256,
+        "data_sha256": dict(data_sha256),
         "compute_dtype": str(policy.compute_dtype).removeprefix("torch."),
         "device": str(policy.device),
         "threads": threads,

@@ -5,9 +5,10 @@ In: the configuration, and rows if they come from Python. Out: `Inputs`. `job` a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from gspo.config import RewardRule, Run
@@ -16,12 +17,14 @@ from gspo.conversations.play import Scene
 from gspo.conversations.sources import Stage, find, open_stage, rehearse, seeds, voice
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
+from gspo.rewards.call import FromFile
 from gspo.rewards.load import Found, load, open_scorers
 from gspo.rewards.ready import Around
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
 from gspo.stage_config import Sft
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows, repeated
+from gspo.tasks.identity import data_sha256
 from gspo.tasks.render import render, uses_template
 from gspo.types import Prompt
 
@@ -47,6 +50,8 @@ class Inputs:
     talks: Talks | None = None
     """Conversations about the prompts; None: an answer is all."""
     held_out_talks: Talks | None = None
+    files: tuple[FromFile, ...] = ()
+    """Of rewards, tools and environment: the user's own."""
 
     def close(self) -> None:
         """End the processes that were started."""
@@ -57,13 +62,23 @@ class Inputs:
     def longest(self) -> Prompt:
         return max((*self.prompts, *self.held_out), key=lambda prompt: len(prompt.token_ids))
 
+    @cached_property
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to train on and those held out: a resumed run has to find the same."""
+        return data_sha256(self.prompts, self.held_out)
+
     @property
-    def sha256(self) -> str:
-        """Of the prompts to train on, in order: a resumed run has to find the same."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            digest.update(f"{prompt.row} {prompt.text}\n".encode())
-        return digest.hexdigest()
+    def code(self) -> dict[str, str]:
+        """The sha256 of each of the user's own files."""
+        return {str(file.path): sha256(file.source).hexdigest() for file in self.files}
+
+    def changed_code(self, then: Mapping[str, str] | None) -> list[str]:
+        """What there is to say about files that are not those which `code` told of when the run was started."""
+        return [
+            f"{path} is not what the run was started with: from here on answers are judged or spoken with by what it says now, and rewards before and after may not compare"
+            for path, found in self.code.items()
+            if (then or {}).get(path) != found
+        ]
 
 
 def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:
@@ -140,6 +155,7 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
         speech = voice(tokenizer, stage.found, stage.limits, uses_template(sides[0].rows, tokenizer, run.data))
         notes += filter(None, [rehearse(speech, shown[0].prompts[0])])
         talks = [stage.talks(side.scenes, speech) for side in sides]
+    files = [each.source for found, _ in sets for each in found if each.source is not None]
     scorers, pool = open_scorers(sets, run.judging)  # last, so that nothing refused leaves a process behind
     pools = (*([] if pool is None else [pool]), *([] if stage is None else [stage.pool]))
     test = shown[1].prompts if len(sides) > 1 else ()
@@ -154,6 +170,7 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
         pools=pools,
         talks=talks[0],
         held_out_talks=talks[-1],
+        files=(*files, *(() if stage is None else stage.found.files)),
     )
 
 

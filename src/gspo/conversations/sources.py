@@ -67,6 +67,12 @@ class Found:
         """Tools give no rewards."""
         return not self.tools
 
+    @property
+    def files(self) -> tuple[FromFile, ...]:
+        """The user's own, of which it is made."""
+        parts = self.function.tools.values() if isinstance(self.function, ToolsFrom) else (self.source,)
+        return tuple(part for part in parts if isinstance(part, FromFile))
+
 
 def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
     """The environment of a run, if it has one.

@@ -6,9 +6,9 @@ In: a `config.RewardRun`, rows from Python, the folder of a run to go on with. O
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gspo.stage_config import RewardRun
 from gspo.stages.reward_model import RewardJob, ScoreLearner
 from gspo.stages.stage_build import NOTHING_HELD_OUT, opened, parts, prepared, read_sets, require_room
 from gspo.tasks.data import overlap
+from gspo.tasks.identity import data_sha256
 from gspo.tasks.pairs import Preferred, checked_preferences, render_preferences
 from gspo.types import Prompt
 
@@ -36,14 +37,10 @@ class Inputs:
     def prompts(self) -> list[Prompt]:
         return [each.prompt for each in self.pairs]
 
-    @property
-    def sha256(self) -> str:
-        """Of what is learned, in order: a resumed run has to find the same."""
-        digest = hashlib.sha256()
-        for each in self.pairs:
-            digest.update(f"{each.prompt.row} {len(each.chosen)} {each.margin}\n".encode())
-            digest.update(each.chosen.tobytes() + each.rejected.tobytes())
-        return digest.hexdigest()
+    @cached_property
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
+        return data_sha256(self.prompts, [each.prompt for each in self.held_out])
 
 
 def read_inputs(run: RewardRun, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:

@@ -5,9 +5,9 @@ In: a `config.Sft`, rows from Python, the folder of a run to go on with. Out: an
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from gspo import store
@@ -23,6 +23,7 @@ from gspo.stages.sft import SftJob
 from gspo.stages.stage_build import NOTHING_HELD_OUT, opened, parts, prepared, read_sets, require_room
 from gspo.tasks.answers import Answered, checked_pairs, ended, render_answers
 from gspo.tasks.data import overlap
+from gspo.tasks.identity import data_sha256
 from gspo.types import Prompt
 
 
@@ -47,15 +48,10 @@ class Inputs:
     def prompts(self) -> list[Prompt]:
         return [each.prompt for each in self.answers]
 
-    @property
-    def sha256(self) -> str:
-        """Of what is learned, in order: a resumed run has to find the same."""
-        digest = hashlib.sha256()
-        for each in self.answers:
-            digest.update(f"{each.prompt.row} {each.prompt.text}\n{each.answer}\n".encode())
-            for turn in each.turns[:-1]:
-                digest.update(turn.ids.tobytes())
-        return digest.hexdigest()
+    @cached_property
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
+        return data_sha256(self.prompts, [each.prompt for each in self.held_out])
 
 
 def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:

@@ -7,7 +7,7 @@ In: a stage's configuration, its checked inputs, the folder of a run to go on wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,8 @@ class StageInputs(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     @property
-    def sha256(self) -> str:
-        """Of what is learned, in order: a resumed run has to find the same."""
+    def sha256(self) -> Mapping[str, str]:
+        """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
         ...
 
 
