@@ -18,7 +18,7 @@ import numpy as np
 
 from gspo.drawing import Drawn
 from gspo.errors import InputError
-from gspo.types import Group, Prompt, Reward, Rollout, Segment, Status, Stop
+from gspo.types import Group, Limit, Prompt, Reward, Rollout, Segment, Status, Stop
 
 _FILE = "ahead.jsonl.gz"
 
@@ -81,9 +81,15 @@ def _rollout(plain: dict[str, Any]) -> Rollout:
     stop, (first, last), reward = Stop(plain.pop("stop")), plain.pop("versions"), plain.pop("reward")
     if reward is not None:
         reward = Reward(**{**reward, "status": {name: Status(word) for name, word in reward["status"].items()}})
-    messages = tuple(plain.pop("messages"))
+    messages, limit = tuple(plain.pop("messages")), plain.pop("limit", None)
     return Rollout(
-        segments=segments, stop=stop, versions=(first, last), reward=reward, messages=messages, **_read(plain)
+        segments=segments,
+        stop=stop,
+        versions=(first, last),
+        reward=reward,
+        messages=messages,
+        limit=None if limit is None else Limit(limit),
+        **_read(plain),
     )
 
 

@@ -51,7 +51,7 @@ class Data(Section):
 
     shorthand = "source"
     source: Place = "addition"
-    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME."""
+    """JSONL or Parquet file, hub data set (owner/name or owner/name:configuration), a task of `gspo tasks` (addition:LOW-HIGH, sort:N, calculator:LOW-HIGH, preferences:N, reasoning-gym:NAME), or an environment that makes its own prompts: file.py:NAME, openenv:ADDRESS, textarena:GAME, verifiers:TASKSET."""
     split: str = "train"
     """Split of a hub data set."""
     prompt: str = "prompt"
@@ -353,7 +353,7 @@ def _require_split(source: str, split: str, section: str, default: str) -> None:
         raise ValueError(f"{section}.split={split} has no effect: {source} is no hub data set, and has no splits")
 
 
-_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena):.+")
+_ENVIRONMENT = re.compile(r".+\.py:\w+|(openenv|textarena|verifiers):.+")
 """What `data.source` says if it is an environment that makes its own prompts."""
 
 

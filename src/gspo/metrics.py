@@ -135,10 +135,17 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "length/mean": fmean(lengths),
         "length/max": max(lengths),
         "truncated/share": fmean(r.stop is Stop.LENGTH for r in rollouts),
+        "truncated/limit": _most_cut_at(rollouts),
         "repetition/share": fmean(repeats(r) for r in rollouts),
         **_conversation_metrics([r for r in rollouts if r.messages]),
         "tokens/sampled": sum(lengths),
     }
+
+
+def _most_cut_at(rollouts: Sequence[Rollout]) -> str | None:
+    """The key of the limit that cut most of them; None if none was cut."""
+    limits = [r.limit.value for r in rollouts if r.limit is not None]
+    return max(dict.fromkeys(limits), key=limits.count, default=None)
 
 
 def repeats(rollout: Rollout, run: int = REPEATED_RUN) -> bool:

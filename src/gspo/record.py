@@ -79,8 +79,13 @@ def _line(step: int, group: Group, r: Rollout) -> dict[str, Any]:
         "mask": [int(m) for s in r.segments for m in s.policy_mask],
         # float32 to the shortest decimal that reads back as the same float32
         "logprobs": [float(str(p)) for s in r.segments for p in s.logprobs],
+        # [tokens, the segment that it continues; null: the prompt] of each
+        "segments": [[len(s.token_ids), s.parent] for s in r.segments],
+        "prompt_messages": [dict(message) for message in group.prompt.messages],
         "messages": [dict(message) for message in r.messages],
+        "earned": r.earned,
         "stop": r.stop.value,
+        "limit": r.limit.value if r.limit is not None else None,
         "versions": list(r.versions),
         "reward": reward.value if reward else None,
         "reward_parts": dict(reward.parts) if reward else {},

@@ -77,7 +77,7 @@ class Conversation(Section):
 
     shorthand = "environment"
     environment: Named | None = None
-    """`file.py:NAME`, a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md); `openenv:ADDRESS`; `textarena:GAME`. With rows from a file, `reset` also takes the columns that it names."""
+    """`file.py:NAME`, a class with `reset(seed)` and `step(reply)`, what makes one, or a generator function (docs/conversations.md); `openenv:ADDRESS`; `textarena:GAME`; `verifiers:TASKSET`. With rows from a file, `reset` also takes the columns that it names."""
     tools: Annotated[tuple[Named, ...], BeforeValidator(lambda value: _listed(value))] = ()
     """In its place: functions that the model may call, `file.py:name` or the ready `calculator`; rewards judge the last reply."""
     max_turns: int = Field(default=4, gt=0)

@@ -21,9 +21,17 @@ class Stop(StrEnum):
     """Why a rollout ended."""
 
     EOS = "eos"  # the policy wrote one of the stop ids
-    LENGTH = "length"  # it was cut at `sampling.max_new_tokens`, or at a limit of the conversation
+    LENGTH = "length"  # it was cut, at a `Limit`
     ENVIRONMENT = "environment"  # the task said that the conversation is over
     ERROR = "error"  # the task or a tool failed; the rollout is data, not a crash
+
+
+class Limit(StrEnum):
+    """Which limit cut a rollout, by the key that sets it."""
+
+    REPLY = "sampling.max_new_tokens"
+    TURNS = "conversation.max_turns"
+    TOKENS = "conversation.max_tokens"
 
 
 class Status(StrEnum):
@@ -121,6 +129,8 @@ class Rollout:
     """What the environment gave for all of it; None: it gave nothing, or there is none."""
     error: str | None = None
     """Under `Stop.ERROR`: the traceback, or what is known of the end."""
+    limit: Limit | None = None
+    """Under `Stop.LENGTH`: what cut it."""
 
     @property
     def judged(self) -> bool:

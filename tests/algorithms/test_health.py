@@ -53,6 +53,19 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
         ({**SILENT, "updates/done": 4}, "no_signal", False, ["KL term"]),
         ({"updates/done": 0, "truncated/share": 0.9}, "left_out", True, ["mask_truncated", "90%"]),
         (
+            {"updates/done": 0, "truncated/share": 0.9, "truncated/limit": "conversation.max_tokens"},
+            "left_out",
+            True,
+            ["Raise conversation.max_tokens"],
+        ),
+        ({"truncated/share": 0.9}, "truncated", True, ["sampling.max_new_tokens=24", "raise sampling.max_new_tokens"]),
+        (
+            {"truncated/share": 0.9, "truncated/limit": "conversation.max_turns"},
+            "truncated",
+            True,
+            ["at conversation.max_turns, and", "raise conversation.max_turns"],
+        ),
+        (
             {**SILENT, "rollouts/judged": 0, "rollouts/crashed": 60, "rollouts/no_verdict": 4},
             "unjudged",
             True,

@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gspo
-from gspo import InputError, settings
+from gspo import InputError, cli, record, settings
 from gspo.journal import read
+from gspo.types import Group, Limit, Prompt, Reward, Rollout, Segment, Stop
+from gspo.view.files import groups_in, record_file
+from gspo.view.rescore import _group
 
 PRESS = '''
 import random
@@ -38,6 +42,15 @@ def noisy(seed):
     if seed % 4 == 0:
         raise KeyError("broken")
     return float(seed % 2)
+
+
+def endless(seed):
+    while True:
+        yield "more"
+
+
+def length(completion):
+    return len(completion)
 
 
 def whole(completion, conversation, earned):
@@ -105,6 +118,70 @@ def test_a_reward_reads_the_conversation_and_what_it_earned(folder: Path) -> Non
     for r in rollouts(run.folder):
         assert r["reward_error"] is None
         assert r["reward"] is not None
+
+
+def test_answers_judged_again_are_judged_as_the_conversations_that_they_were(folder: Path) -> None:
+    """`whole` reads every message and what was earned; a conversation that failed has no verdict here either."""
+    rules = ["env.py:whole", "environment", "overlong:40"]  # a buffer that is longer than one reply may be
+    keys = {**TINY, "sampling": endless(), "steps": 1, "conversation": {"max_tokens": 50}}
+    run = gspo.train(**keys, data="env.py:Press", reward=rules, dir="runs/again")
+    words = [word for rule in rules for word in ("--reward", rule)]
+    out = folder / "again.jsonl"
+    assert cli.guarded(lambda: cli.app(["rescore", str(run.folder), *words, "--out", str(out)])) == 0
+    again = [json.loads(line)["new"] for line in out.read_text().splitlines()]
+    written = rollouts(run.folder)
+    parts = [list(r["reward_parts"].values()) for r in written]
+    assert again == pytest.approx([sum(each) for each in parts])
+    assert any(len(r["messages"]) == 3 and r["earned"] == 0.5 for r in written)
+    assert any(each[2] < 0 for each in parts)
+
+    failed = gspo.train(
+        **{**TINY, "sampling": endless(), "steps": 1}, data="env.py:noisy", reward=["env.py:whole"], dir="runs/fail"
+    )
+    answers = [a for group in groups_in(record_file(failed.folder, 1)) for a in group]
+    assert cli.guarded(lambda: cli.app(["rescore", str(failed.folder), "--reward", "env.py:whole", "--out", "f"])) == 0
+    new = [json.loads(line)["new"] for line in Path("f").read_text().splitlines()]
+    assert [value is None for value in new] == [a.stop == "error" for a in answers]
+    assert None in new
+
+
+def test_segments_are_judged_again_as_they_were_cut(tmp_path: Path) -> None:
+    """A branch: the second segment goes on from the first, the third from the prompt."""
+    mask = [True, False]
+    segments = tuple(Segment(np.arange(2), np.array(mask), np.zeros(2, np.float32), p) for p in (None, 0, None))
+    said = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
+    asked = ({"role": "user", "content": "why?"},)
+    rollout = Rollout(0, segments, "a", Stop.LENGTH, (0, 0), Reward(0.5), messages=said, earned=0.5, limit=Limit.TURNS)
+    group = Group(Prompt(3, "why?", np.arange(4), {"answer": "1"}, asked), 7, (rollout,))
+    record.write(tmp_path / "00000001.jsonl.gz", 1, [group])
+    again = _group(groups_in(tmp_path / "00000001.jsonl.gz")[0])
+    (found,) = again.rollouts
+    assert [(s.token_ids.tolist(), s.policy_mask.tolist(), s.parent) for s in found.segments] == [
+        ([0, 1], mask, None),
+        ([0, 1], mask, 0),
+        ([0, 1], mask, None),
+    ]
+    assert (found.messages, found.earned, again.prompt.messages) == (said, 0.5, asked)
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        (
+            {"conversation": {"max_turns": 1, "max_tokens": 450}, "sampling": endless(max_new_tokens=400)},
+            "conversation.max_turns",
+        ),
+        ({"conversation": {"max_turns": 9, "max_tokens": 24}}, "conversation.max_tokens"),
+        ({"sampling": {"max_new_tokens": 1, "max_rows": 64}}, "sampling.max_new_tokens"),
+    ],
+)
+def test_the_limit_that_cut_most_is_the_one_that_is_named(folder: Path, limits: dict[str, Any], key: str) -> None:
+    keys = {**TINY, "steps": 1, "prompts_per_step": 4, "sampling": endless(), **limits}
+    run = gspo.train(**keys, data="env.py:endless", reward=["env.py:length"], dir="runs/cut")
+    (line,) = read(run.folder / "journal.jsonl")
+    assert line["truncated/limit"] == key
+    assert line["truncated/share"] > 0.5
+    assert (line["verdict/kind"], f"raise {key}" in line["verdict"]) == ("truncated", True), line["verdict"]
 
 
 def test_a_resumed_run_is_the_run_that_was_not_cut(folder: Path) -> None:

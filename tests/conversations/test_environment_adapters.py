@@ -19,7 +19,7 @@ websockets = pytest.importorskip("websockets.sync.server")
 
 
 class Server:
-    """Echoes, as OpenEnv's echo environment does; it has one session, and the third step is the last."""
+    """Echoes, as OpenEnv's echo environment does; it has one session, and the third step is the last. "die" hangs up."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
@@ -31,6 +31,11 @@ class Server:
     def talk(self, socket: Any) -> None:
         self.open += 1
         mine, steps = self.open, 0
+        if mine > 1:  # as OpenEnv's own server does it: before anything was asked
+            self.refused += 1
+            self.open -= 1
+            socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+            return
         for raw in socket:
             message = json.loads(raw)
             self.said.append({"session": mine, "path": socket.request.path, **message})
@@ -38,10 +43,8 @@ class Server:
             if kind == "close":
                 self.open -= 1
                 return
-            if mine > 1:
-                self.refused += 1
+            if data.get("message") == "die":
                 self.open -= 1
-                socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
                 return
             if data.get("message") == "break":
                 socket.send(json.dumps({"type": "error", "data": {"message": "no such action", "code": "INVALID"}}))
@@ -90,6 +93,8 @@ def test_a_server_that_is_full_is_asked_again_and_a_refusal_is_told(server: Serv
     assert server.refused >= 1
     with pytest.raises(RuntimeError, match="refused step: no such action"):
         second.step("break")
+    with pytest.raises(ConnectionError, match="closed the connection before it answered step"):
+        second.step("die")
     second.close()
     timer.join()
 

@@ -23,6 +23,7 @@ SILENCED = 0.95
 """Share of what carries a gradient that the gate may take before it is said."""
 STALE = 8
 """Versions by which answers may be old before it is said."""
+_REPLY = "sampling.max_new_tokens"
 NOTHING = 1e-6
 """A loss that is called 0."""
 
@@ -103,7 +104,7 @@ def _left_out(m: Mapping[str, Any]) -> Verdict | None:
     return Verdict(
         "left_out",
         f"no update was made although {_with_signal(m)}: algorithm.mask_truncated leaves out answers "
-        f"that were cut, and {m['truncated/share']:.0%} were. Raise sampling.max_new_tokens",
+        f"that were cut, and {m['truncated/share']:.0%} were. Raise {_limit(m)}",
         warning=True,
     )
 
@@ -123,12 +124,18 @@ def _mismatch(m: Mapping[str, Any]) -> Verdict | None:
 def _truncated(m: Mapping[str, Any]) -> Verdict | None:
     if m["truncated/share"] <= TRUNCATED:
         return None
+    limit, length = _limit(m), f"={m['max_new_tokens']}" if _limit(m) == _REPLY else ""
     return Verdict(
         "truncated",
-        f"{m['truncated/share']:.0%} of the answers were cut at sampling.max_new_tokens={m['max_new_tokens']} and cannot show what they would have reached: "
-        "raise sampling.max_new_tokens",
+        f"{m['truncated/share']:.0%} of the answers were cut, most of them at {limit}{length}, and cannot show what they would have reached: "
+        f"raise {limit}",
         warning=True,
     )
+
+
+def _limit(m: Mapping[str, Any]) -> str:
+    """The key of the limit that cut most answers; older journals name none, and had one."""
+    return str(m.get("truncated/limit") or _REPLY)
 
 
 def _with_signal(m: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from gspo.engines.engine import Next, Over, Turn
 from gspo.rewards.runner import Outcome, Pool
 from gspo.rewards.score import FAILED
 from gspo.sections import Conversation
-from gspo.types import Stop
+from gspo.types import Limit, Stop
 
 _SESSIONS = count()
 """Conversations of one process are told apart by number, whichever `Talks` they are of."""
@@ -38,11 +38,11 @@ class _Open:
     def move(self, over: bool = False) -> Move:
         return Move(self.scene, self.session, self.replies, over)
 
-    def ended(self, key: Hashable, stop: Stop, error: str | None) -> Over:
+    def ended(self, key: Hashable, stop: Stop, error: str | None, limit: Limit | None) -> Over:
         """A conversation that was cut has earned nothing if it was given nothing; of one that failed nobody can tell."""
         earned = 0.0 if self.earned is None and stop is Stop.LENGTH else self.earned
         earned = None if stop is Stop.ERROR else earned
-        return Over(key, stop, self.replies[-1], tuple(self.messages), earned, error)
+        return Over(key, stop, self.replies[-1], tuple(self.messages), earned, error, limit)
 
 
 class Talks:
@@ -66,7 +66,8 @@ class Talks:
         talk.replies = (*talk.replies, reply)
         talk.messages.append({"role": "assistant", "content": reply})
         if turn.cut:
-            self._end(turn.key, Stop.LENGTH)
+            full = len(talk.transcript.line) + len(turn.token_ids) >= self._limits.max_tokens
+            self._end(turn.key, Stop.LENGTH, limit=Limit.TOKENS if full else Limit.REPLY)
             return
         talk.transcript.wrote(turn.token_ids)
         (ticket,) = self._pool.submit(0, [talk.move()])
@@ -95,7 +96,7 @@ class Talks:
             return None
         talk.messages += said
         if len(talk.replies) >= self._limits.max_turns:
-            self._end(key, Stop.LENGTH)
+            self._end(key, Stop.LENGTH, limit=Limit.TURNS)
             return None
         try:
             keep, ids = talk.transcript.heard(said)
@@ -103,14 +104,16 @@ class Talks:
             self._end(key, Stop.ERROR, str(error))
             return None
         if keep + len(ids) >= self._limits.max_tokens:  # no token is left to answer with
-            self._end(key, Stop.LENGTH)
+            self._end(key, Stop.LENGTH, limit=Limit.TOKENS)
             return None
         return Next(key, keep, ids)
 
-    def _end(self, key: Hashable, stop: Stop, error: str | None = None, *, told: bool = False) -> None:
+    def _end(
+        self, key: Hashable, stop: Stop, error: str | None = None, *, told: bool = False, limit: Limit | None = None
+    ) -> None:
         """`told`: the environment knows that it is over."""
         talk = self._open.pop(key)
         if not told:
             self._closing += self._pool.submit(0, [talk.move(over=True)])
         self._pool.leave(talk.session)
-        self._ended.append(talk.ended(key, stop, error))
+        self._ended.append(talk.ended(key, stop, error, limit))

@@ -63,7 +63,8 @@ class Play:
 
     function: Callable[..., Any] | FromFile
     """What makes environments, as the user named it."""
-    prepare: None = None
+    prepare: Callable[[], None] | None = None
+    """Called once in each process: what it takes is no conversation's time."""
     asynchronous: bool = False
     _live: dict[int, _Live] = field(default_factory=dict)
     _loop: asyncio.Runner | None = None

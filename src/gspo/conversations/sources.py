@@ -31,8 +31,10 @@ from gspo.tasks.calculator import calculator
 from gspo.tasks.data import Rows, checked_prompts
 from gspo.tasks.openenv import OpenEnv
 from gspo.tasks.render import knows_tools
+from gspo.tasks.task import Side, limit_key
 from gspo.tasks.textarena import TextArena
 from gspo.tasks.tools import Tool, schema
+from gspo.tasks.verifiers import Verifiers
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -43,9 +45,10 @@ TOOLS: Mapping[str, Tool] = {"calculator": calculator}
 ADAPTERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "openenv": (OpenEnv, "websockets"),
     "textarena": (TextArena, "textarena"),
+    "verifiers": (Verifiers, "verifiers"),
 }
 """By the word before the colon: what makes environments of what stands behind it, and the package that it needs."""
-SEEDS = {"train": (0, 512), "held_out": (1_000_000, 128)}
+SEEDS: Mapping[Side, tuple[int, int]] = {"train": (0, 512), "held_out": (1_000_000, 128)}
 """First seed and number of seeds of an environment that makes its own prompts, if `data.limit` or `eval.limit` is not set."""
 _SEED = "seed"
 
@@ -61,6 +64,8 @@ class Found:
     source: FromFile | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of what the model may call."""
+    prepare: Callable[[], None] | None = None
+    """Called once in each worker process."""
 
     @property
     def rewards(self) -> bool:
@@ -92,7 +97,7 @@ def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
     if kind in ADAPTERS:
         adapter, package = ADAPTERS[kind]
         require_extra(package, kind, where)
-        return Found(kind, where, partial(adapter, argument))
+        return Found(kind, where, partial(adapter, argument), prepare=getattr(adapter, "prepare", None))
     source = (
         from_file(talk.environment, [f"{name}:..." for name in ADAPTERS], key)
         if isinstance(talk.environment, str)
@@ -155,7 +160,7 @@ class Stage:
 
 def open_stage(found: Found, limits: Conversation, judging: Judging) -> Stage:
     """Start the processes. Raises InputError if the environment cannot be sent to them, or loaded there."""
-    pooled = Pooled(found.name, Play(found.function), found.source)
+    pooled = Pooled(found.name, Play(found.function, found.prepare), found.source)
     workers = judging.workers or worker_count()
     pool = Pool(
         [pooled], workers=workers, timeout=limits.timeout, memory_gb=judging.memory_gb, limit="conversation.timeout"
@@ -163,13 +168,22 @@ def open_stage(found: Found, limits: Conversation, judging: Judging) -> Stage:
     return Stage(found, limits, pool)
 
 
-def seeds(source: str, side: str, limit: int | None) -> Rows:
-    """The rows of an environment that makes its own prompts: a seed each."""
+def seeds(source: str, side: Side, limit: int | None) -> Rows:
+    """The rows of an environment that makes its own prompts: a seed each.
+
+    Raises InputError for an adapter that is not installed, or knows its seeds and cannot give any.
+    """
     first, count = SEEDS[side]
-    held_out = ", held out" if side == "held_out" else ""
-    note = f"{source}{held_out}: the first {count} seeds; {'eval' if held_out else 'data'}.limit sets how many"
-    rows = tuple({_SEED: first + i} for i in range(limit or count))
-    return Rows(f"{source}{held_out}", rows, (_SEED,), notes=() if limit else (note,))
+    name = source if side == "train" else f"{source}, held out"
+    kind, _, argument = source.partition(":")
+    numbers: Sequence[int] = range(first, first + (limit or count))
+    if kind in ADAPTERS:
+        adapter, package = ADAPTERS[kind]
+        require_extra(package, kind, f"data={source}")
+        if (own := getattr(adapter, "seeds", None)) is not None:
+            numbers = own(argument, side, limit or count)
+    note = f"{name}: the first {len(numbers)} seeds; {limit_key(side)} sets how many"
+    return Rows(name, tuple({_SEED: n} for n in numbers), (_SEED,), notes=() if limit else (note,))
 
 
 def voice(tokenizer: PreTrainedTokenizerBase, found: Found, limits: Conversation, template: bool) -> Voice:

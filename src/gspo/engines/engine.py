@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gspo.types import Group, Prompt, Stop
+from gspo.types import Group, Limit, Prompt, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,7 @@ class Over:
     messages: tuple[Mapping[str, str], ...]
     earned: float | None
     error: str | None = None
+    limit: Limit | None = None
 
 
 class Partner(Protocol):

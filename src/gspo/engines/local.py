@@ -34,7 +34,7 @@ from gspo.models.load import Policy
 from gspo.models.lora import named_weights, without_adapter
 from gspo.models.packing import PackedWeights
 from gspo.models.routing import Routed, Routing, routers_of
-from gspo.types import Group, Rollout, Segment, Stop
+from gspo.types import Group, Limit, Rollout, Segment, Stop
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens computed in one forward; a longer prompt goes alone."""
@@ -312,8 +312,7 @@ class LocalEngine:
     def _rollout(self, index: int, written: tuple[Segment, ...], end: Over | Stop) -> Rollout:
         versions = (self.version, self.version)
         if isinstance(end, Over):
-            return Rollout(
-                index, written, end.text, end.stop, versions, messages=end.messages, earned=end.earned, error=end.error
-            )
+            ended = Rollout(index, written, end.text, end.stop, versions, error=end.error, limit=end.limit)
+            return replace(ended, messages=end.messages, earned=end.earned)
         text = self._policy.tokenizer.decode(written[0].token_ids.tolist(), skip_special_tokens=True)
-        return Rollout(index, written, text, end, versions)
+        return Rollout(index, written, text, end, versions, limit=Limit.REPLY if end is Stop.LENGTH else None)

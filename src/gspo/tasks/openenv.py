@@ -81,8 +81,14 @@ class OpenEnv:
         return connect(self._url, max_size=None)
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        self._socket.send(json.dumps({"type": kind, "data": data}))
-        found = json.loads(self._socket.recv())
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            with suppress(ConnectionClosed):  # a server that is full says so to whoever comes, and hangs up
+                self._socket.send(json.dumps({"type": kind, "data": data}))
+            found = json.loads(self._socket.recv())
+        except ConnectionClosed as error:
+            raise ConnectionError(f"{self._url} closed the connection before it answered {kind}: {error}") from error
         data = found.get("data") or {}
         if found.get("type") == "error":
             kind_of = ConnectionError if data.get("code") == "CAPACITY_REACHED" else RuntimeError

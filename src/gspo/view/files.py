@@ -40,6 +40,12 @@ class Answer:
     reward: float | None
     reward_parts: Mapping[str, float | None]
     reward_error: str | None
+    segments: Sequence[tuple[int, int | None]] = ()
+    """Tokens of each segment, and the one that it continues. Empty in the record of older versions, as are those below."""
+    prompt_messages: Sequence[Mapping[str, str]] = ()
+    messages: Sequence[Mapping[str, str]] = ()
+    """What followed the prompt in a conversation."""
+    earned: float | None = None
     advantage: float | None = None
     """None: of an evaluation."""
     clipped: float | None = None

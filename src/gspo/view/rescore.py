@@ -7,9 +7,10 @@ written into the run. The command `rescore` calls it. Functions run in the pool,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from gspo.errors import InputError
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.ready import Around
 from gspo.rewards.score import Scorer
+from gspo.settings import check
 from gspo.tasks.data import Rows
 from gspo.types import Group, Prompt, Rollout, Segment, Stop
 from gspo.view import files
@@ -53,8 +55,7 @@ def rescore(
     recorded = {step: files.groups_in(files.record_file(folder, step, evaluation=evaluation)) for step in steps}
     settings = files.settings_of(folder)
     rows = _rows(folder, recorded.values())
-    limit = settings["sampling"]["max_new_tokens"]
-    found = load(rules, Around(rows, settings["data"]["prompt"], settings["data"]["system"], limit, judging))
+    found = load(rules, _around(rows, settings, judging, recorded.values()))
     (scorer,), pool = open_scorers([(found, rows)], judging)
     try:
         judged = {step: _judged(step, groups, scorer) for step, groups in recorded.items()}
@@ -67,6 +68,15 @@ def rescore(
         *(_line(step, each) for step, each in judged.items()),
         _total([one for each in judged.values() for one in each]),
     ]
+
+
+def _around(rows: Rows, settings: Mapping[str, Any], judging: Judging, steps: Iterable[list[list[Answer]]]) -> Around:
+    """What the rewards may depend on. There was an environment with rewards if it gave any."""
+    data, limit = settings["data"], settings["sampling"]["max_new_tokens"]
+    if "algorithm" in settings:  # the other stages hold no conversations
+        limit = check({key: value for key, value in settings.items() if key != "about"}, "run.yaml").longest
+    earned = any(answer.earned is not None for groups in steps for group in groups for answer in group)
+    return Around(rows, data["prompt"], data["system"], limit, judging, environment=earned)
 
 
 def _rows(folder: Path, steps: Iterable[list[list[Answer]]]) -> Rows:
@@ -89,15 +99,28 @@ def _judged(step: int, groups: Sequence[Sequence[Answer]], scorer: Scorer) -> li
 
 
 def _group(answers: Sequence[Answer]) -> Group:
-    """The answers as the rewards were given them: their text, their length, their row."""
+    """The answers as the rewards were given them: text, length and row, and of a conversation all that was said in it."""
     first = answers[0]
-    prompt = Prompt(first.row, first.prompt, np.array(first.prompt_ids), first.columns)
+    prompt = Prompt(
+        first.row, first.prompt, np.array(first.prompt_ids), first.columns, messages=tuple(first.prompt_messages)
+    )
     return Group(prompt, first.ordinal, tuple(_rollout(answer) for answer in answers))
 
 
 def _rollout(a: Answer) -> Rollout:
-    segment = Segment(np.array(a.ids), np.array(a.mask, dtype=bool), np.zeros(len(a.ids), dtype=np.float32))
-    return Rollout(a.index, (segment,), a.text, Stop(a.stop), versions=(0, 0))
+    stop = Stop(a.stop)
+    error = a.reward_error if stop is Stop.ERROR else None
+    rollout = Rollout(a.index, _segments(a), a.text, stop, versions=(0, 0), error=error)
+    return replace(rollout, messages=tuple(a.messages), earned=a.earned)
+
+
+def _segments(a: Answer) -> tuple[Segment, ...]:
+    found, start = [], 0
+    for tokens, parent in a.segments or [(len(a.ids), None)]:
+        ids, mask = (each[start : start + tokens] for each in (a.ids, a.mask))
+        found.append(Segment(np.array(ids), np.array(mask, dtype=bool), np.zeros(tokens, dtype=np.float32), parent))
+        start += tokens
+    return tuple(found)
 
 
 def _write(out: Path, judged: Sequence[Rescored]) -> None:
