@@ -23,7 +23,7 @@ from gspo.config import Model
 from gspo.errors import InputError, RunError
 from gspo.models import lora
 from gspo.models.load import load_policy
-from gspo.seal import require_whole
+from gspo.seal import as_umask, require_whole
 
 _OURS = ("state.json", "checksums.json", "settings.yaml", "ahead.jsonl.gz")
 """Files of a checkpoint that only a run that goes on needs."""
@@ -60,6 +60,7 @@ def export(run: Path, folder: Path, *, checkpoint: str = "last", dtype: torch.dt
         else:
             _write(source, draft, dtype)
         _say_what(source, draft)
+        as_umask(draft)
         draft.rename(folder)
     except OSError as error:
         need = sum(

@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
+from gspo.hub import out_of_reach
 from gspo.models import fused, heads, linear, lora
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
@@ -141,10 +142,24 @@ def find(model: config.Model) -> Checkpoint:
         return gguf(path)
     if path.exists():
         raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
+    if missing := missing_checkpoint(path):
+        raise InputError(f"model={model.name}: {missing}")
     hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?", model.name)
     if hub is None or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
+    out_of_reach()  # asked before transformers asks
     return _pretrained(model, hub[1], origin=model.name, revision=hub[2] or "main")
+
+
+def missing_checkpoint(path: Path) -> str | None:
+    """What to say of a path that leads into a run and to nothing in it; None for any other."""
+    run = next((above for above in path.parents if (above / "run.yaml").is_file()), None)
+    if run is None or path.exists():
+        return None
+    best = f"the run has no {path.name} yet" if path == run / "best" else "no such checkpoint"
+    found = sorted(str(folder) for folder in run.glob("checkpoints/[0-9]*"))
+    newest = f"its newest checkpoint is {found[-1]}" if found else "it has no checkpoint yet"
+    return f"{best}; {newest}"
 
 
 def _pretrained(model: config.Model, name: str, origin: str, revision: str = "main") -> Checkpoint:
@@ -179,6 +194,10 @@ def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
             return read()
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
+        if not known and (why := out_of_reach()):
+            raise InputError(
+                f"model={model.name}: no built-in name, no folder here, and {why}.{_nearest(model.name)}"
+            ) from error
         where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
         raise InputError(f"model={model.name}: could not be loaded: {str(error).rstrip('. ')}.{where}") from error
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import InputError
+from gspo.hub import out_of_reach
 from gspo.rewards.call import Item
 from gspo.rewards.runner import Outcome
 from gspo.tasks.pairs import judged_ids
@@ -103,11 +105,16 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+    from gspo.models.load import missing_checkpoint, without_progress_bars
+
+    if missing := missing_checkpoint(Path(name)):
+        raise InputError(f"{where}: {missing}")
+    silent = None if Path(name).exists() else out_of_reach()
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{where}: {name} is no model that transformers can read: {str(error).splitlines()[0]}"
+            f"{where}: {name} is no model that transformers can read: {silent or str(error).splitlines()[0]}"
         ) from error
     kinds = config.architectures or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
@@ -122,9 +129,8 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         dtype = torch.float32 if place.startswith("cpu") else "auto"
-        model = (
-            AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False).to(place)
-        )
-        return model, AutoTokenizer.from_pretrained(name)
+        with without_progress_bars():
+            model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+        return model.eval().requires_grad_(False).to(place), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{where}: {name} cannot be loaded on {place}: {str(error).splitlines()[0]}") from error
