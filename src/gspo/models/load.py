@@ -31,6 +31,7 @@ from gspo.models.attention import ATTENTION, Packed
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.heads import install_head, trained_logprobs
 from gspo.models.routing import install_routing
+from gspo.models.runs import no_checkpoint
 
 log = logging.getLogger("gspo")
 
@@ -131,35 +132,19 @@ def find(model: config.Model) -> Checkpoint:
     path = Path(model.name).expanduser()
     if model.name in BUILTIN:
         return BUILTIN[model.name]
-    if (path / "run.yaml").is_file():
-        found = sorted(str(folder) for folder in [*path.glob("best"), *path.glob("checkpoints/[0-9]*")])
-        raise InputError(
-            f"model={model.name}: the folder of a run; give a checkpoint of it: {', '.join(found) or 'it has none yet'}"
-        )
+    if wrong := no_checkpoint(path):
+        raise InputError(f"model={model.name}: {wrong}")
     if path.is_dir():
         return _pretrained(model, str(path), origin=str(path.resolve()))
     if path.is_file() and path.suffix == ".gguf":
         return gguf(path)
     if path.exists():
         raise InputError(f"model={model.name}: a file that is not a .gguf; give the folder that it is in")
-    if missing := missing_checkpoint(path):
-        raise InputError(f"model={model.name}: {missing}")
     hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?", model.name)
     if hub is None or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
     out_of_reach()  # asked before transformers asks
     return _pretrained(model, hub[1], origin=model.name, revision=hub[2] or "main")
-
-
-def missing_checkpoint(path: Path) -> str | None:
-    """What to say of a path that leads into a run and to nothing in it; None for any other."""
-    run = next((above for above in path.parents if (above / "run.yaml").is_file()), None)
-    if run is None or path.exists():
-        return None
-    best = f"the run has no {path.name} yet" if path == run / "best" else "no such checkpoint"
-    found = sorted(str(folder) for folder in run.glob("checkpoints/[0-9]*"))
-    newest = f"its newest checkpoint is {found[-1]}" if found else "it has no checkpoint yet"
-    return f"{best}; {newest}"
 
 
 def _pretrained(model: config.Model, name: str, origin: str, revision: str = "main") -> Checkpoint:

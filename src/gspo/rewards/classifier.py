@@ -105,10 +105,11 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    from gspo.models.load import missing_checkpoint, without_progress_bars
+    from gspo.models.load import without_progress_bars
+    from gspo.models.runs import no_checkpoint
 
-    if missing := missing_checkpoint(Path(name)):
-        raise InputError(f"{where}: {missing}")
+    if wrong := no_checkpoint(Path(name)):
+        raise InputError(f"{where}: {wrong}")
     silent = None if Path(name).exists() else out_of_reach()
     try:
         config = AutoConfig.from_pretrained(name)
