@@ -13,13 +13,20 @@ SECONDS = 5.0
 """Time that it has to answer."""
 
 
-@cache
 def out_of_reach() -> str | None:
     """None if the hub answers; else a sentence, and from then on this process looks in the hub's cache alone."""
+    from huggingface_hub import constants
+
+    asked = _answer.cache_info().currsize > 0
+    if constants.HF_HUB_OFFLINE and not (asked and _answer()):
+        return "HF_HUB_OFFLINE is set, so only the hub's cache was looked into"
+    return _answer()
+
+
+@cache
+def _answer() -> str | None:
     from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so only the hub's cache was looked into"
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # of whichever library the client speaks through
