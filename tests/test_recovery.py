@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -240,19 +241,16 @@ def test_a_copy_of_a_run_goes_on_where_it_lies(tmp_path: Path) -> None:
 
 def _killed(folder: Path, words: list[str], step: int) -> None:
     """`gspo WORDS dir=FOLDER`, killed once the line of `step` is in its journal."""
-    pid = os.fork()
-    if not pid:
-        with (folder.parent / "killed.log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        code = cli.guarded(lambda: cli.app([*words, f"dir={folder}"]))
-        os._exit(code)
-    journal, until = folder / "journal.jsonl", time.monotonic() + 60
+    log = folder.parent / "killed.log"
+    with log.open("w") as file:
+        run = subprocess.Popen([sys.executable, "-m", "gspo.cli", *words, f"dir={folder}"], stdout=file, stderr=file)
+    journal, until = folder / "journal.jsonl", time.monotonic() + 120
     while not (journal.exists() and len(journal.read_text().splitlines()) >= step):
-        assert time.monotonic() < until, (folder.parent / "killed.log").read_text()
+        assert time.monotonic() < until, log.read_text()
+        assert run.poll() is None, log.read_text()
         time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    run.kill()
+    run.wait()
 
 
 def _said_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
