@@ -264,7 +264,7 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
 
 
-_SHORT = ["threads=1", "steps=4", "checkpoint.every=0"]
+_SHORT = ["threads=1", "checkpoint.every=0"]
 _STAGES = {
     "train": ["train", "tiny", "prompts_per_step=4", "group_size=4", "eval.every=0", *_SHORT],
     "sft": ["sft", "tiny-dense", "eval.every=0", "batch_size=4", *_SHORT],
@@ -278,12 +278,12 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 ) -> None:
     words = _STAGES[command]
     run, whole = tmp_path / "run", tmp_path / "whole"
-    _killed(run, words, 2)
+    _killed(run, [*words, "steps=200"], 2)  # far from its end, and so from its only checkpoint
     journal = (run / "journal.jsonl").read_text()
     code, said = _said_by([*words, f"dir={run}"], capsys)
     assert code == 2
     assert f"Continue it with `gspo {command} --resume {run}`" in said
-    code, said = _said_by([command, "--resume", str(run)], capsys)
+    code, said = _said_by([command, "--resume", str(run), "steps=4"], capsys)
     assert code == 0, said
     assert "no checkpoint had been written when this run ended, so it begins anew" in said
     assert f"is set aside in {run / 'set-aside-1'}" in said
@@ -291,7 +291,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     assert [json.loads(line)["step"] for line in aside.splitlines()] == [
         json.loads(line)["step"] for line in journal.splitlines()
     ]
-    assert _said_by([*words, f"dir={whole}"], capsys)[0] == 0
+    assert _said_by([*words, "steps=4", f"dir={whole}"], capsys)[0] == 0
     assert _steps(run) == _steps(whole)
     assert len(_steps(run)) == 4
 
