@@ -54,9 +54,9 @@ $(VENV)/ready: requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-# Without a C compiler, which one of them takes, the tests of reasoning-gym and TensorBoard are skipped.
+# Without a C compiler, which one of them takes, the tests of reasoning-gym, TensorBoard and TextArena are skipped.
 $(VENV)/extras: requirements-extras.lock $(VENV)/ready
-	$(BIN)/pip install --quiet --no-deps -r $< || echo "reasoning-gym and TensorBoard could not be installed: their tests are skipped"
+	$(BIN)/pip install --quiet --no-deps -r $< || echo "reasoning-gym, TensorBoard and TextArena could not be installed: their tests are skipped"
 	touch $@
 
 clean:

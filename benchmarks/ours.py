@@ -240,7 +240,7 @@ def measure_ceiling(work: Work) -> dict[str, Any]:
                 tree = sum(len(g.prompt.token_ids) for g in groups) + _sizes(groups)[1]
                 batches = make_batches(groups, job.run.algorithm, job.run.max_tokens_per_microbatch)
                 (batch,) = job.learner.annotate(batches)
-                update = partial(job.learner.update, batch, job.objective)
+                update = partial(job.learner.update, batch, job.updates.objective)
                 done.append(_share(6 * parameters * tree, update))
                 job.publish(next(numbers))
     return {**_shares(done), "tree_tokens": tree, "parameters": parameters, "profile": trace()}

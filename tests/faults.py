@@ -383,7 +383,7 @@ import os, time
 def score(completion):
     with open({pids!r}, "a") as file:
         file.write(str(os.getpid()) + "\\n")
-    time.sleep(0.05)
+    time.sleep(0.1)
     return float(len(completion) % 3)
 """
 

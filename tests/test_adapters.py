@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 import gspo
-from gspo import config, settings
+from gspo import config, rates, settings
 from gspo.build import evaluate_model
 from gspo.errors import InputError
 from gspo.models import lora
@@ -156,14 +156,14 @@ def test_the_learning_rate_of_an_adapter_is_said_and_written_down(tmp_path: Path
         dir=str(tmp_path / "a"), data="addition:0-9", reward=digits, threads=1, prompts_per_step=4, group_size=4,
         model={"name": "random-dense", "lora": 4}, **keys,
     ).folder  # fmt: skip
-    expected = lora.learning_rate(1e-6, 64)
+    expected = rates.of_adapter(1e-6, 64)
     assert rate_of(folder) == expected
     said = capsys.readouterr().out
     assert f"optimizer.learning_rate={expected:g}, which is the adapter's default" in said
     assert "LoRA of rank 4" in said
     assert rate_of(
         fine_tune(tmp_path / "b", optimizer={}, steps=1, eval={"every": 0}, sampling={})
-    ) == lora.learning_rate(2e-5, 64)
+    ) == rates.of_adapter(2e-5, 64)
     capsys.readouterr()
     tiny(tmp_path / "c", optimizer={"learning_rate": 1e-6}, **keys)
     assert "1e-06 is set, and is low for an adapter" in capsys.readouterr().out

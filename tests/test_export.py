@@ -19,6 +19,7 @@ from gspo.export import export, find
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.load import load_policy
+from gspo.seal import seal
 
 
 def varied(completion: str) -> float:
@@ -146,11 +147,12 @@ def test_a_generation_config_that_is_not_strict_is_cut_to_its_ids(run: Path, tmp
     source = find(run, "last")
     copy.mkdir(parents=True)
     for path in source.iterdir():
-        if path.name != "checksums.json":
-            (copy / path.name).write_bytes(path.read_bytes())
+        (copy / path.name).write_bytes(path.read_bytes())
     (tmp_path / "run" / "run.yaml").write_text("{}")
     plain = json.loads((source / "generation_config.json").read_text())
     (copy / "generation_config.json").write_text(json.dumps({**plain, "temperature": 0.3, "do_sample": False}))
+    (copy / "checksums.json").unlink()
+    seal(copy)
     export(tmp_path / "run", tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert "temperature" not in found
@@ -163,3 +165,47 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "exported" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     assert cli.guarded(lambda: cli.app(words)) == 2
+
+
+# ------------------------------------------------------------------------------ adapters and critics
+
+
+@pytest.fixture(scope="module", params=["tiny-dense", "tiny-moe"])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of PPO that trained an adapter, so that its checkpoints hold a critic too."""
+    model = {"name": request.param, "dtype": "float32", "lora": 4}
+    keys = {**KEYS, "data": "sort:4", "model": model, "algorithm": "ppo", "optimizer": {"learning_rate": 1e-2}}
+    return gspo.train("tiny", dir=tmp_path_factory.mktemp("adapted") / "run", **keys).folder
+
+
+def test_an_adapter_is_exported_merged_into_its_base(adapted: Path, tmp_path: Path) -> None:
+    source = export(adapted, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= names
+    assert not [name for name in names if "adapter" in name or "critic" in name or "optimizer" in name]
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("d b a c\n\na b c d", return_tensors="pt").input_ids[0]
+    torch.testing.assert_close(theirs(tmp_path / "out", ids), ours(source, ids), rtol=0, atol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(json.loads((source / "adapter_config.json").read_text())["base_model_name_or_path"])  # fmt: skip
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (merged[name] - base.state_dict()[name]).abs().max() > 1e-4
+
+
+def test_an_adapter_is_exported_alone_when_asked(adapted: Path, tmp_path: Path, capsys: Any) -> None:
+    assert cli.guarded(lambda: cli.app(["export", str(adapted), str(tmp_path / "out"), "--adapter"])) == 0
+    assert "exported" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert "adapter_config.json" in names
+    source = find(adapted, "last")
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (source, tmp_path / "out"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    again = load_policy(config.Model(name=str(tmp_path / "out"), dtype="float32"))
+    assert again.source.sha256 == load_policy(config.Model(name=str(source), dtype="float32")).source.sha256
+
+
+def test_a_run_of_all_weights_has_no_adapter_to_export(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(gspo.InputError, match="there is no adapter in it"):
+        export(run, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()

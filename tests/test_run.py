@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gspo
 from gspo import settings
+from gspo.build import new_folder
 from gspo.console import plan, sparkline
+from gspo.errors import InputError
 
 Line = dict[str, Any]
 SHORT: dict[str, Any] = dict(steps=3, prompts_per_step=4, group_size=4, threads=1)
@@ -276,3 +278,9 @@ def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
     step = journal(folder)[-1]["step"]
     assert (folder / "checkpoints" / f"{step:08d}" / "state.json").exists()
     assert "SIGTERM" in out
+
+
+@pytest.mark.parametrize("folder", ["/proc/foo", __file__, f"{__file__}/x"])
+def test_a_folder_that_takes_nothing_is_refused_at_once(folder: str) -> None:
+    with pytest.raises(InputError, match=f"dir={folder}: .* is not a folder that can be written to"):
+        new_folder(settings.load("tiny", [f"dir={folder}"]))

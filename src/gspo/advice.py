@@ -15,6 +15,7 @@ def advice(run: Run, inputs: Inputs) -> list[str]:
     """What is legal but worth knowing, each in a sentence to be said once at the start."""
     return [
         *presets.advice(run.algorithm),
+        *_repeats_advice(run, inputs),
         *_sampling_advice(run),
         *_staleness_advice(run),
         *_evaluation_advice(run, inputs),
@@ -51,6 +52,17 @@ def _staleness_advice(run: Run) -> list[str]:
         else "nothing weighs the lag; algorithm.correction does, or algorithm.anchor=rollout takes it into the ratio"
     )
     return [said + f"anchor=old: the ratio is to the policy before the step, recomputed by the trainer, and {weighed}."]
+
+
+def _repeats_advice(run: Run, inputs: Inputs) -> list[str]:
+    """That a step draws a prompt several times, each time with a group of its own."""
+    rows = len(inputs.prompts)
+    if run.prompts_per_step <= rows:
+        return []
+    return [
+        f"prompts_per_step={run.prompts_per_step} is more than the {rows} row{'s' if rows > 1 else ''} to train on: a step goes through all of "
+        f"them and begins again, so that a prompt has several groups of {run.group_size} answers in one step, each with a baseline of its own"
+    ]
 
 
 def _sampling_advice(run: Run) -> list[str]:

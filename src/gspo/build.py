@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from gspo import __version__, preflight, presets, store
+from gspo import __version__, preflight, rates, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -26,15 +26,15 @@ from gspo.drift import read_start
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.evaluate import evaluate
+from gspo.fit import require_fit, require_fit_of_config, require_room
 from gspo.guard import State
-from gspo.inputs import Inputs, Row, read_inputs
+from gspo.inputs import Inputs, Row, changed_code, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast
 from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
-from gspo.models.routing import routers_of, unknown_router
 from gspo.place import Place, place_of
 from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
@@ -72,6 +72,8 @@ def _joined(run: Run, inputs: Inputs, place: Place, opened: ExitStack) -> Job:
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
     console = _said(run, inputs, place)
     require_vocabulary(run)
+    if saved is None:
+        require_fit_of_config(inputs, run)
     policy, threads = open_policy(run, place, console)
     run = with_learning_rate(run, policy, console)
     require_fit(policy, inputs, run)
@@ -123,7 +125,7 @@ def _said(run: Run, inputs: Inputs, place: Place) -> Console:
     console.say(plan(run))
     for note in (*advice(run, inputs), *inputs.notes, *(() if place.saved else preflight.require_sound(run, inputs))):
         console.say(f"note: {note}")
-    for change in inputs.changed_code(place.about.get("code")) if place.about is not None else ():
+    for change in changed_code(inputs.code, place.about):
         console.say(f"warning: {change}")
     return console
 
@@ -133,13 +135,13 @@ def _critic(run: Run, policy: Policy, saved: store.Saved | None, inputs: Inputs,
     if critic is not None:
         console.say(critic.announcement)
         if critic.own is not None:
-            _require_room(critic.own.model, "critic", inputs, run)
+            require_room(critic.own.model.config, "critic", inputs, run)
     return critic
 
 
 def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, new: bool) -> None:
     """Raise InputError if the checkpoints of a new run have no room; of one that goes on, say so."""
-    room = preflight.disk(run, folder, policy.model.num_parameters())
+    room = preflight.disk(run, folder, preflight.weights_kept(run, policy.model))
     if room.mend is not None and new:
         raise InputError(room.mend)
     if room.note or room.mend is not None:
@@ -168,7 +170,7 @@ def with_learning_rate(run: A, policy: Policy, console: Console) -> A:
         return run
     full = type(run.optimizer).model_fields["learning_rate"].default
     width = policy.model.config.get_text_config().hidden_size
-    rate = lora.learning_rate(full, width)
+    rate = rates.of_adapter(full, width)
     why = f"10 times the {full:g} of all weights, times (2000 / {width})^0.5 for the model's width, see docs/lora.md"
     if "learning_rate" not in run.optimizer.model_fields_set:
         console.say(f"optimizer.learning_rate={rate:g}, which is the adapter's default: {why}")
@@ -204,50 +206,6 @@ def go_on(run: AnyRun, learner: Learner, saved: store.Saved, console: Console) -
             f"max_staleness={run.max_staleness} allows, and the run is not that of {run.steps} steps from the start"
         )
     return progress
-
-
-def require_fit(policy: Policy, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for prompts or keys that the model has no room or no experts for."""
-    _require_room(policy.model, "model", inputs, run)
-    _require_routers(policy, run)
-
-
-def _require_room(model: Any, noun: str, inputs: Inputs, run: Run) -> None:
-    """Raise InputError for a prompt that leaves no room for an answer among the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = len(inputs.longest.token_ids), run.longest
-    key = "sampling.max_new_tokens" if run.talk is None else "conversation.max_tokens"
-    if positions is not None and prompt + answer > positions:
-        raise InputError(
-            f"row {inputs.longest.row}: a prompt of {prompt} tokens and {key}={answer} exceed the {noun}'s {positions} positions: "
-            "shorten either, or set data.max_prompt_tokens and data.too_long=drop"
-        )
-
-
-def _require_routers(policy: Policy, run: Run) -> None:
-    """Raise InputError if experts are to be replayed or balanced that cannot be, or where there are none.
-
-    A row that replays by default says nothing of a dense model; one that was set to replay does.
-    """
-    row = run.algorithm
-    if routers_of(policy.model) is not None:
-        return
-    asked = {"load_balance": 0.0, "routing": "off"}
-    unknown = unknown_router(policy.model)
-    if unknown is None and row.name in presets.PRESETS:
-        asked["routing"] = presets.PRESETS[row.name].routing
-    for key, idle in asked.items():
-        value = getattr(row, key)
-        if value in (idle, type(row).model_fields[key].default):
-            continue
-        if unknown is None:
-            raise InputError(
-                f"algorithm.{key}={value} has no effect with model={run.model.name}, which has no experts: leave it out"
-            )
-        raise InputError(
-            f"algorithm.{key}={value}: the experts of {type(policy.model).__name__} ({run.model.name}) are chosen in {unknown}, "
-            f"by no top-k router that is known here: set algorithm.{key}={idle}"
-        )
 
 
 def _described(run: Run, engine: LocalEngine, inputs: Inputs) -> dict[str, Any]:

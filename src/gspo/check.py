@@ -16,12 +16,12 @@ from pathlib import Path
 
 from gspo import preflight, settings
 from gspo.advice import advice
-from gspo.build import require_fit
 from gspo.config import Run
 from gspo.console import Console, duration, plan
 from gspo.critic import require_vocabulary
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError, RunError
+from gspo.fit import require_fit
 from gspo.inputs import Inputs, read_inputs
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
@@ -118,7 +118,8 @@ def _span(inputs: Inputs) -> str:
 
 
 def _measured(found: Check, run: Run, policy: Policy, inputs: Inputs) -> None:
-    found.add(preflight.disk(run, Path(run.dir or "runs/run"), policy.model.num_parameters()))
+    kept = preflight.weights_kept(run, policy.model)
+    found.add(preflight.disk(run, Path(run.dir or "runs/run"), kept))
     sampling = LocalEngine(policy, run.sampling, run.seed).describe() | {"weights": run.engine.weights}
     found.add(Finding("sampling", ", ".join(f"{key}={value}" for key, value in sampling.items())))
     with found.trying("a step at the largest lengths"):

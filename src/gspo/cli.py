@@ -275,7 +275,9 @@ def rescore(
 
     gspo export runs/demo exported
 
-    gspo export runs/demo exported --checkpoint best --dtype bfloat16""",
+    gspo export runs/demo exported --checkpoint best --dtype bfloat16
+
+    gspo export runs/lora exported --adapter""",
 )
 def export(
     run: Folder,
@@ -285,6 +287,9 @@ def export(
         Literal["same", "float32", "bfloat16", "float16"],
         typer.Option(help="Of the weights; same: as the checkpoint holds them, float32 as a rule."),
     ] = "same",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with model.lora, the adapter alone; else merged into its base.")
+    ] = False,
 ) -> None:
     machine.prepare()
 
@@ -293,7 +298,7 @@ def export(
     from gspo.export import export as written
 
     kind = None if dtype == "same" else getattr(torch, dtype)
-    source = written(run, folder, checkpoint=checkpoint, dtype=kind)
+    source = written(run, folder, checkpoint=checkpoint, dtype=kind, adapter=adapter)
     typer.echo(f"exported {source} to {folder}")
 
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from gspo import presets
+from gspo import presets, rates
 from gspo.critic_config import Critic, check_critic
 from gspo.presets import Algorithm
 from gspo.sections import Conversation, Folder, Lora, Named, Place, Section, at_home
@@ -171,7 +171,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class Optimizer(Section):
     """AdamW on float32 masters; its schedule counts updates, not steps."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=rates.POLICY, gt=0)
     """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates of linear warm-up."""
@@ -256,8 +256,8 @@ class Run(Section):
     """Steps by which the weights that are trained are ahead of those that wrote the answers: each step trains on answers sampled so many steps before, the first max_staleness + 1 steps on answers of the starting weights."""
     guard: Literal["off", "warn", "rollback"] = "rollback"
     """What happens when the policy collapses (docs/guard.md): rollback: back to the last good checkpoint with half the learning rate, three times at most."""
-    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
-    """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains nothing from more, unless a prompt with its answers is longer; a GPU does."""
+    max_tokens_per_microbatch: int = Field(default=1536, gt=0)
+    """Tokens that go through the model at once, a prompt counted once for all its answers; sets memory, never the result. A CPU gains little from more, unless a prompt with its answers is longer; a GPU does."""
     model: Model = Model()
     algorithm: Annotated[Algorithm, BeforeValidator(lambda value: _algorithm(value))] = presets.PRESETS["gspo"]
     data: Prompts = Prompts()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gspo import config, critic_config, store
+from gspo import config, critic_config, rates, store
 from gspo.batch import Batch, Microbatch
 from gspo.config import Run
 from gspo.errors import InputError
@@ -31,10 +31,6 @@ from gspo.models.values import ValueHead, install_value_head, trained_values
 from gspo.objectives import Read, value_objective
 from gspo.presets import PRESETS
 from gspo.stats import UpdateStats
-
-RATE = 10
-"""Step size of a separate critic in those of the policy, unless it is set: it starts from knowing nothing, and may be wrong
-for a while without harm. 1e-5 beside the policy's 1e-6, as verl's examples have it."""
 
 
 class ValueLearner(Learner):
@@ -109,9 +105,9 @@ def require_vocabulary(run: Run) -> None:
 
 def _critic_model(run: Run) -> config.Model:
     assert run.critic is not None
-    # Every weight of a critic is trained, also where the policy has an adapter.
-    base = lora.asked(run.model).base.model_copy(update={"lora": None})
-    return base if run.critic.model is None else base.model_copy(update={"name": run.critic.model})
+    if run.critic.model is None:
+        return run.model
+    return run.model.model_copy(update={"name": run.critic.model, "lora": None})
 
 
 def open_critic(run: Run, policy: Policy, saved: store.Saved | None) -> Critic | None:
@@ -126,7 +122,7 @@ def open_critic(run: Run, policy: Policy, saved: store.Saved | None) -> Critic |
         raise InputError(f"{saved.checkpoint / store.CRITIC} is missing: the run cannot be resumed without its critic")
     if run.critic.backbone == "shared":
         return _shared(run.critic, policy, kept)
-    return _separate(run, kept, 0 if saved is None else saved.progress.updates)
+    return _separate(run, policy, kept, 0 if saved is None else saved.progress.updates)
 
 
 def _shared(settings: critic_config.Critic, policy: Policy, kept: store.CriticState | None) -> Critic:
@@ -137,13 +133,17 @@ def _shared(settings: critic_config.Critic, policy: Policy, kept: store.CriticSt
     return Critic(settings, head, None, f"critic: a head of {weight.shape[1] + 1} weights on the policy's layers")
 
 
-def _separate(run: Run, kept: store.CriticState | None, updates: int) -> Critic:
+def _separate(run: Run, policy: Policy, kept: store.CriticState | None, updates: int) -> Critic:
     assert run.critic is not None
     loaded = load_policy(_critic_model(run))
+    if (
+        lora.adapter_of(loaded.model) is not None
+    ):  # all weights of a critic are trained: of an adapter it starts from the sum
+        lora.merge(loaded.model).requires_grad_(True)
     head = install_value_head(loaded.model)
     if kept is not None:
         _fill(loaded.model, kept.weights)
-    rate = run.critic.learning_rate or RATE * run.optimizer.learning_rate
+    rate = run.critic.learning_rate or rates.CRITIC * _rate_of_all_weights(run, policy)
     own = ValueLearner(
         model=loaded.model,
         row=PRESETS["gspo"],  # which `annotate` alone reads, and a critic annotates nothing
@@ -158,6 +158,14 @@ def _separate(run: Run, kept: store.CriticState | None, updates: int) -> Critic:
     weights = sum(p.numel() for p in loaded.model.parameters())
     said = f"critic {loaded.source.name}: {weights:,} weights of its own, sha256 {loaded.source.sha256[:12]}; learning rate {rate:g}"
     return Critic(run.critic, head, own, said)
+
+
+def _rate_of_all_weights(run: Run, policy: Policy) -> float:
+    """The policy's step size, or the one that it would have without its adapter."""
+    rate = run.optimizer.learning_rate
+    if lora.adapter_of(policy.model) is None:
+        return rate
+    return rates.of_all_weights(rate, policy.model.config.get_text_config().hidden_size)
 
 
 def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ class Critic(Section):
     model: str | None = Field(default=None, min_length=1)
     """Separate: what it starts from, named as model.name is, with the policy's vocabulary; null: what the policy starts from."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """Separate: its step size after warm-up; null: ten times optimizer.learning_rate, whose other keys it shares."""
+    """Separate: its step size after warm-up; null: ten times optimizer.learning_rate (beside an adapter, ten times the rate of all weights that this one belongs to), whose other keys it shares."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Weight of later steps in an advantage: 1 takes the rewards as they came, 0 trusts the next value."""
     gamma: float = Field(default=1.0, ge=0, le=1)

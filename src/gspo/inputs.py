@@ -5,11 +5,11 @@ In: the configuration, and rows if they come from Python. Out: `Inputs`. `job` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo.config import Data, RewardRule, Run
 from gspo.conversations.partner import Talks
@@ -27,6 +27,9 @@ from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows, repeated
 from gspo.tasks.identity import data_sha256
 from gspo.tasks.render import render, uses_template
 from gspo.types import Prompt
+
+if TYPE_CHECKING:
+    pass
 
 Row = Mapping[str, Any]
 FROM_PYTHON = "python"
@@ -70,15 +73,23 @@ class Inputs:
     @property
     def code(self) -> dict[str, str]:
         """The sha256 of each of the user's own files."""
-        return {str(file.path): sha256(file.source).hexdigest() for file in self.files}
+        return code_of(self.files)
 
-    def changed_code(self, then: Mapping[str, str] | None) -> list[str]:
-        """What there is to say about files that are not those which `code` told of when the run was started."""
-        return [
-            f"{path} is not what the run was started with: from here on answers are judged or spoken with by what it says now, and rewards before and after may not compare"
-            for path, found in self.code.items()
-            if (then or {}).get(path) != found
-        ]
+
+def code_of(files: Iterable[FromFile]) -> dict[str, str]:
+    """The sha256 of each file, by its path."""
+    return {str(file.path): sha256(file.source).hexdigest() for file in files}
+
+
+def changed_code(now: Mapping[str, str], about: Mapping[str, Any] | None) -> list[str]:
+    """What there is to say about files that are not what they were when the run was started, which `about` tells of; None: it is new."""
+    then = {} if about is None else about.get("code") or {}
+    return [
+        f"{path} is not what the run was started with: from here on answers are judged or spoken with by what it says now, "
+        "and rewards before and after may not compare"
+        for path, found in now.items()
+        if about is not None and then.get(path) != found
+    ]
 
 
 def read_inputs(run: Run, *, rows: Sequence[Row] | None = None, eval_rows: Sequence[Row] | None = None) -> Inputs:

@@ -15,10 +15,11 @@ from statistics import fmean
 
 from gspo import record
 from gspo.algorithms.health import verdict
-from gspo.errors import InputError, RunError
+from gspo.errors import RunError
 from gspo.evaluate import Evaluation
 from gspo.metrics import Metrics, StepOutcome, step_metrics
 from gspo.record import Fate
+from gspo.runfile import read_lines
 
 
 class Lines:
@@ -135,13 +136,7 @@ def _fates(outcome: StepOutcome) -> record.Fates:
 
 def read(path: Path) -> list[Metrics]:
     """The lines of a journal; a last line that was cut off while it was written is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
+    return read_lines(path)
 
 
 def _line(value: Metrics) -> str:

@@ -28,6 +28,7 @@ from gspo.machine import give_pages_back, within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.lora import Reference, named_weights
+from gspo.models.masters import Gradients
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.models.values import ValueHead
 from gspo.objectives import Objective, Read, value_term
@@ -69,6 +70,8 @@ class Learner:
     optimizer: torch.optim.AdamW = field(init=False)
     _fresh: bool = field(init=False, default=True)
     """True until the first update after the engine was given these weights."""
+    _gradients: Gradients | None = field(init=False, default=None)
+    """None where the masters are the working copy."""
     _sample: list[Tensor] = field(init=False)
     _routers: Routers | None = field(init=False)
     """None for a model without experts: nothing is recorded or replayed then."""
@@ -101,8 +104,7 @@ class Learner:
             return trainable
         masters = {name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()}
         cast(self.model, self.compute_dtype)
-        for name, p in trainable.items():
-            p.register_post_accumulate_grad_hook(_add_to(masters[name]))  # type: ignore[no-untyped-call]
+        self._gradients = Gradients(self.model, masters)
         return masters
 
     # -------------------------------------------------------------------------- before the first update
@@ -201,6 +203,8 @@ class Learner:
     def _accumulate(self, batch: Batch, objective: Objective) -> _Sums:
         """Forward and backward of every micro-batch; gradients add up in the masters."""
         sums, load_LE = _Sums(), load(self._routers, self.row, batch)
+        if self._gradients is not None:
+            self._gradients.make_room()
         for micro in batch.plan:
             routing = routing_of(self._routers, self.row, batch, micro)
             logprob_N, entropy_N, value_N = self._forward(self.model, batch, micro, routing)
@@ -223,11 +227,15 @@ class Learner:
             sums.loss += float(loss.detach())
             sums.entropy += float(entropy_N.detach().sum())
             sums.tally += tally
+        if self._gradients is not None:
+            self._gradients.leave_room()
         return sums
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()
         self.model.zero_grad()
+        if self._gradients is not None:
+            self._gradients.leave_room()
 
     def _read(self, model: Any, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
         packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
@@ -386,14 +394,3 @@ def schedule(settings: config.Optimizer, update: int, total: int) -> float:
         return (update + 1) / settings.warmup_updates
     left = max(0.0, (total - update) / max(1, total - settings.warmup_updates))
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[settings.schedule]
-
-
-def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        # Micro-batches add up in the master's precision: a sum in bfloat16 would depend on how the batch is cut.
-        assert parameter.grad is not None
-        gradient = parameter.grad.to(master.dtype)
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        parameter.grad = None
-
-    return hook

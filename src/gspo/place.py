@@ -6,13 +6,11 @@ the stages ask for the place, the command line and the Python API for the run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
-
-import yaml
 
 from gspo import settings, store
 from gspo.config import Run
@@ -20,6 +18,7 @@ from gspo.console import Console
 from gspo.errors import InputError
 from gspo.inputs import FROM_PYTHON
 from gspo.lock import require_free
+from gspo.runfile import read_settings
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.tasks.identity import other_sides
 
@@ -72,8 +71,10 @@ def new_folder(run: AnyRun) -> Path:
     """The folder that the run is to be in. Raises InputError if it cannot be made, or holds something."""
     folder = Path(run.dir or "runs/run")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"dir={folder}: {above} is not a folder that can be written to")
+    try:
+        TemporaryFile(dir=above).close()  # what permissions say is not all: /proc takes nothing from anyone
+    except OSError as error:
+        raise InputError(f"dir={folder}: {above} is not a folder that can be written to ({error.strerror})") from error
     if not folder.exists():
         return folder
     if (folder / "run.yaml").is_file():
@@ -85,7 +86,7 @@ def new_folder(run: AnyRun) -> Path:
 
 def _continued(folder: Path) -> str:
     """How the run in `folder` is gone on with."""
-    run = yaml.safe_load((folder / "run.yaml").read_text())
+    run = read_settings(folder / "run.yaml")
     command = run.get("about", {}).get("command", Run.command)
     given = ["data=rows", "eval_data=rows"] if run.get("data", {}).get("source") == FROM_PYTHON else []
     if "python:" in str(run.get("reward")):

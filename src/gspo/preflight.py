@@ -200,6 +200,14 @@ def _worth(rewards: Sequence[Reward], name: str) -> str:
 # ------------------------------------------------------------------------------ the machine
 
 
+def weights_kept(run: Run, model: Any) -> int:
+    """Weights that a checkpoint holds with their moments: those of the policy that are trained, and all of a critic of its own,
+    which are about as many as the policy has in all."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    critic = run.critic is not None and run.critic.backbone == "separate"
+    return int(trained + critic * model.num_parameters())
+
+
 def disk(run: Run, folder: Path, parameters: int) -> Finding:
     """Room for the checkpoints: float32 weights and two moments each; the newest ones, best, the guard's target, and one being written."""
     one = parameters * 4 * 3

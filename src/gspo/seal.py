@@ -35,11 +35,11 @@ def seal(folder: Path) -> None:
 def require_whole(folder: Path) -> None:
     """Raise InputError that names a file which is missing or is not what was written.
 
-    A folder without checksums, from before there were any, is taken as it is.
+    A folder without checksums is not taken: nothing could be said of its files.
     """
     path = folder / _FILE
     if not path.is_file():
-        return
+        raise InputError(_words(path, "it is missing, so that its files cannot be checked"))
     try:
         sums: dict[str, str] = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:

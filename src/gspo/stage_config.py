@@ -5,12 +5,45 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from gspo import rates
 from gspo.config import Checkpoint, Data, Eval, HeldOut, Judging, Model, Optimizer, Rules, Run, Sampling, Trackers
 from gspo.sections import Folder, Section
+
+
+class StageSettings(Section):
+    """What every stage depends on."""
+
+    dir: Folder = None
+    """Folder of the run; null: runs/<recipe name>."""
+    steps: int | None = Field(default=None, gt=0)
+    """Optimizer updates; null: as many as `epochs` needs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Times that the data is gone through, in a new order each; null: `steps`, or once."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of the order of the data, of a fresh adapter, and of whatever is sampled in evaluations."""
+    threads: int | None = Field(default=None, gt=0, le=1024)
+    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
+    batch_size: int = Field(default=16, gt=0)
+    """Rows of an update: answers, whose loss is the mean over all their tokens, or pairs, whose loss is the mean over them."""
+    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
+    """Tokens that go through the model at once, what sequences share counted once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    eval: HeldOut = HeldOut()
+    checkpoint: Checkpoint = Checkpoint()
+    trackers: Trackers = ()
+    """As in `gspo train`: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`)."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs both say how long the run is: leave one of them out")
+        return self
 
 
 class Pairs(Data):
@@ -29,7 +62,7 @@ class Pairs(Data):
 class SftOptimizer(Optimizer):
     """AdamW on float32 masters."""
 
-    learning_rate: float = Field(default=2e-5, gt=0)
+    learning_rate: float = Field(default=rates.ANSWERS, gt=0)
     """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
 
 
@@ -47,38 +80,19 @@ class SftEval(Eval):
         return self
 
 
-class Sft(Section):
+class Sft(StageSettings):
     """Everything that supervised fine-tuning depends on."""
 
     command: ClassVar[str] = "sft"
     recipes: ClassVar[str] = "sft"
-    dir: Folder = None
-    """Folder of the run; null: runs/<recipe name>."""
-    steps: int | None = Field(default=None, gt=0)
-    """Optimizer updates; null: as many as `epochs` needs."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Times that the data is gone through, in a new order each; null: `steps`, or once."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the order of the data, and of the sampling in evaluations."""
-    threads: int | None = Field(default=None, gt=0, le=1024)
-    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
-    batch_size: int = Field(default=16, gt=0)
-    """Answers of an update; its loss is the mean over all their tokens."""
-    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
-    """Tokens that go through the model at once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
-    model: Model = Model()
     data: Pairs = Pairs()
-    judging: Judging = Judging()
-    sampling: Sampling = Sampling()
     optimizer: SftOptimizer = SftOptimizer()
     eval: SftEval = SftEval()
-    checkpoint: Checkpoint = Checkpoint()
-    trackers: Trackers = ()
-    """As in `gspo train`: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`)."""
+    judging: Judging = Judging()
+    sampling: Sampling = Sampling()
 
     @model_validator(mode="after")
     def _check(self) -> Sft:
-        _one_length(self)
         if self.data.turns != "all" and self.data.messages is None:
             raise ValueError(
                 f"data.turns={self.data.turns} has no effect without data.messages: an answer in a column is one turn"
@@ -111,49 +125,20 @@ class Preferences(Data):
 class RewardOptimizer(Optimizer):
     """AdamW on float32 masters."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Step size after warm-up."""
+    learning_rate: float = Field(default=rates.PREFERENCES, gt=0)
+    """Step size after warm-up. Of an adapter, unless it is set: ten times as much, and more for a narrow model (docs/lora.md)."""
 
 
-class RewardRun(Section):
+class RewardRun(StageSettings):
     """Everything that a reward model depends on."""
 
     command: ClassVar[str] = "reward"
     recipes: ClassVar[str] = "reward"
-    dir: Folder = None
-    """Folder of the run; null: runs/<recipe name>."""
-    steps: int | None = Field(default=None, gt=0)
-    """Optimizer updates; null: as many as `epochs` needs."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Times that the data is gone through, in a new order each; null: `steps`, or once."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the order of the data."""
-    threads: int | None = Field(default=None, gt=0, le=1024)
-    """CPU threads; null: as many as a second of measuring finds worth it. Set it where two runs must be equal bit for bit."""
-    batch_size: int = Field(default=16, gt=0)
-    """Pairs of an update; its loss is the mean over them."""
-    max_tokens_per_microbatch: int = Field(default=1024, gt=0)
-    """Tokens that go through the model at once, what the two answers of a pair share counted once; sets memory, never the result. A CPU gains nothing from more; a GPU does."""
-    centring: float = Field(default=0.0, ge=0)
-    """Weight of the square of the sum of a pair's scores, which draws their mean to 0; 0.01 is usual. It changes no order."""
-    model: Model = Model()
     data: Preferences = Preferences()
     optimizer: RewardOptimizer = RewardOptimizer()
-    eval: HeldOut = HeldOut()
-    checkpoint: Checkpoint = Checkpoint()
-    trackers: Trackers = ()
-    """As in `gspo train`: tensorboard, trackio, wandb, wandb:offline, mlflow, or a class of yours (`file.py:Name`)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RewardRun:
-        _one_length(self)
-        return self
+    centring: float = Field(default=0.0, ge=0)
+    """Weight of the square of the sum of a pair's scores, which draws their mean to 0; 0.01 is usual. It changes no order."""
 
 
 AnyStage = Sft | RewardRun
 AnyRun = Run | AnyStage
-
-
-def _one_length(stage: Sft | RewardRun) -> None:
-    if stage.steps is not None and stage.epochs is not None:
-        raise ValueError("steps and epochs both say how long the run is: leave one of them out")

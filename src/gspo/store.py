@@ -27,6 +27,7 @@ from gspo.guard import State, read_state
 from gspo.lock import Lock
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
+from gspo.runfile import read_settings
 from gspo.seal import as_umask, require_whole, seal
 from gspo.stage_config import AnyRun
 from gspo.tasks.sampler import Seen
@@ -176,8 +177,8 @@ class Store:
                 shutil.rmtree(old)
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("[0-9]" * 8) if (path / "state.json").exists())
+        """Checkpoints, oldest first: each was complete when it got its name."""
+        return sorted(self._folder.glob("[0-9]" * 8))
 
 
 def require_run(folder: Path) -> None:
@@ -189,8 +190,8 @@ def require_run(folder: Path) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None if it ended before its first one."""
-    found = sorted(path for path in (folder / "checkpoints").glob("[0-9]" * 8) if (path / "state.json").exists())
+    """The newest checkpoint of a run, damaged or not: none is passed over. None if it ended before its first one."""
+    found = sorted((folder / "checkpoints").glob("[0-9]" * 8))
     return found[-1] if found else None
 
 
@@ -251,7 +252,7 @@ def _require_same_settings(folder: Path, checkpoint: Path) -> None:
     """Raise InputError for a key of run.yaml that was changed since the checkpoint was written."""
     if not (checkpoint / _SETTINGS).is_file():
         return
-    then, now = (_flat(yaml.safe_load(path.read_text())) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
+    then, now = (_flat(read_settings(path)) for path in (checkpoint / _SETTINGS, folder / "run.yaml"))
     for key in {**then, **now}:
         if key not in _MAY_CHANGE and then.get(key) != now.get(key):
             raise InputError(
@@ -272,7 +273,7 @@ def _size(count: float) -> str:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """What the run's run.yaml says of what it was started with."""
-    about: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text()).get("about", {})
+    about: dict[str, Any] = read_settings(folder / "run.yaml").get("about", {})
     return about
 
 
@@ -281,7 +282,7 @@ def read_progress(checkpoint: Path) -> Progress:
     try:
         state = json.loads((checkpoint / "state.json").read_text())
         found, progress = state.pop("format"), state
-    except (ValueError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, AttributeError, KeyError) as error:
         raise _damaged(checkpoint / "state.json", error) from error
     if found != FORMAT:
         raise InputError(
@@ -317,9 +318,9 @@ def write_run(folder: Path, run: AnyRun, about: dict[str, Any]) -> None:
 
 def change_steps(folder: Path, steps: int) -> int:
     """Write the number of steps that a resumed run goes on to into its run.yaml; returns what stood there."""
-    run = yaml.safe_load((folder / "run.yaml").read_text())
-    before: int = run["steps"]
-    _write_yaml(folder, {**run, "steps": steps})
+    found = read_settings(folder / "run.yaml")
+    before: int = found["steps"]
+    _write_yaml(folder, {**found, "steps": steps})
     return before
 
 

@@ -29,6 +29,7 @@ from gspo.models.load import Policy
 from gspo.objectives import policy_objective
 from gspo.rollout import rollout
 from gspo.types import Group, Prompt, Reward
+from gspo.updates import too_large
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Trial:
 def trial(run: Run, policy: Policy, inputs: Inputs, console: Console) -> Trial:
     """Sample the answers of a step, or as many as are decoded at once; train on one update of them, or a micro-batch of it.
 
-    Raises OutOfMemoryError if a single answer does not fit.
+    Raises RunError, which says what to do, if a single answer does not fit.
     """
     run = _whole_conversations(run)
     critic = open_critic(run, policy, None)
@@ -139,9 +140,9 @@ def _fitting(run: Run, groups: list[Group], learner: Learner) -> tuple[Batches, 
         try:
             _update(run, learner, batches)  # the first one pays for compiled kernels
             return batches, budget
-        except OutOfMemoryError:
+        except OutOfMemoryError as error:
             if not batches.divisible:
-                raise
+                raise too_large(batches, str(error)) from error
             budget = max(1, min(budget, batches.largest) // 2)
 
 

@@ -153,13 +153,18 @@ class Updates:
     def _halve(self, groups: Sequence[Group], words: str) -> None:
         batches = make_batches(groups, self.run.algorithm, self.budget)
         if not batches.divisible:
-            raise RunError(
-                f"out of memory ({words}) with one answer at a time, of up to {batches.largest} tokens with its prompt: "
-                "set model.gradient_checkpointing=true, shorten sampling.max_new_tokens, or use a machine with more memory"
-            )
+            raise too_large(batches, words)
         budget = max(1, min(self.budget, batches.largest) // 2)
         self.max_tokens = budget
         self.console.say(
             f"out of memory ({words}) with micro-batches of up to {batches.largest} tokens: trying again with {budget}, from here on. "
             f"To start so: max_tokens_per_microbatch={budget}"
         )
+
+
+def too_large(batches: Batches, words: str) -> RunError:
+    """Of a batch that cannot be cut further and was out of memory with `words`."""
+    return RunError(
+        f"out of memory ({words}) with one answer at a time, of up to {batches.largest} tokens with its prompt: "
+        "set model.gradient_checkpointing=true, shorten sampling.max_new_tokens, or use a machine with more memory"
+    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gspo
 from gspo.errors import InputError
 from gspo.tasks.environment import Step
 from gspo.tasks.openenv import OpenEnv
@@ -97,6 +100,14 @@ def test_a_server_that_is_full_is_asked_again_and_a_refusal_is_told(server: Serv
         second.step("die")
     second.close()
     timer.join()
+
+
+def test_a_server_that_is_down_is_said_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"openenv:ws://127.0.0.1:9: the beginning failed(.|\n)*Connection refused"):
+        gspo.train("tiny", data="openenv:ws://127.0.0.1:9", reward=["environment"], dir=tmp_path / "run")
+    assert time.monotonic() - start < 20
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_forms_are_said_by_a_class(server: Server) -> None:

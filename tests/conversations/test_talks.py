@@ -20,6 +20,7 @@ from gspo.conversations.transcript import Voice
 from gspo.engines.engine import Next, Over, Turn
 from gspo.errors import InputError
 from gspo.sections import Conversation
+from gspo.tasks.data import Rows
 from gspo.tasks.environment import Step
 from gspo.types import Prompt, Stop
 from processes import all_gone
@@ -219,3 +220,53 @@ def test_an_environment_that_does_not_follow_from_its_seed_is_an_error() -> None
         ended = over(Table(opened).turn({0: "go"})[0])
         assert ended.stop is Stop.ERROR
         assert "does not follow from its seed" in str(ended.error)
+
+
+@pytest.mark.parametrize("seed", ["abc", "7", None, 1.5, True])
+def test_a_column_seed_is_taken_and_has_to_be_a_whole_number(seed: Any) -> None:
+    def rows(*seeds: Any) -> Rows:
+        return Rows("here", tuple({"prompt": "p", "seed": one} for one in seeds), ("prompt", "seed"))
+
+    opened = stage(Counting, workers=1)
+    with closing(opened.pool):
+        made, scenes = opened.begin(rows(7, 7, 9), Data())
+        assert [scene.seed for scene in scenes.values()] == [7, 7, 9]
+        assert made.rows[2]["prompt"][0]["content"] == "9 none"
+        with pytest.raises(InputError, match="here: row 1: the column seed is"):
+            opened.begin(rows(7, seed), Data())
+
+
+class Deaf:
+    """Has no `step`."""
+
+    def reset(self, seed: int) -> str:
+        return "hello"
+
+
+class Greedy:
+    """Needs what no row has."""
+
+    def reset(self, seed: int, banana: str, apple: int = 3) -> str:
+        return banana
+
+    def step(self, reply: str) -> Step:
+        return Step("again")
+
+
+def wants(s: int, banana: str) -> Generator[str, str, float]:
+    yield banana
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (Deaf, r"an environment has a method step\(reply\), and Deaf has none"),
+        (Greedy, "takes the column 'banana', and there are prompt, word"),
+        (wants, "takes the column 'banana', and there are prompt, word"),
+    ],
+)
+def test_what_an_environment_lacks_is_named_at_the_start(environment: Any, said: str) -> None:
+    opened = stage(environment, workers=1)
+    with closing(opened.pool), pytest.raises(InputError, match=said):
+        opened.begin(Rows("here", ({"prompt": "p", "word": "w"},), ("prompt", "word")), Data())

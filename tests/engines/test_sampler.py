@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from compiled import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo.config import Sampling
 from gspo.engines.sampler import sample
+from gspo.models import native
 
 
 def draw(logits: Tensor, uniform: list[float], greedy: bool = False, **keys: float) -> tuple[list[int], list[float]]:
@@ -107,3 +109,45 @@ def test_a_logprob_is_normalised_by_what_was_summed() -> None:
     count = 49_157
     _, (logprob,) = draw(torch.full((count,), 0.7), [0.4])
     assert logprob == pytest.approx(-np.log(count), abs=1e-11)
+
+
+# ------------------------------------------------------------------------------ with the compiled kernels
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 255, 256, 257, 5000])
+@pytest.mark.parametrize("keys", [{}, {"temperature": 0.6}, {"top_k": 40}, {"top_p": 0.8}])
+def test_the_kernel_draws_what_torch_draws(vocabulary: int, keys: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 4 * torch.randn(400, vocabulary, generator=generator)
+    uniform = torch.rand(400, dtype=torch.float64, generator=generator)
+    greedy, settings = torch.zeros(400, dtype=torch.bool), Sampling(**keys)
+    expected, logprob = sample(logits.clone(), uniform, greedy, settings)
+    found, own = sample(logits.clone(), uniform, greedy, settings, native.kernels())
+    assert float((found != expected).double().mean()) <= 0.005  # where a sum ends at the number itself
+    assert torch.allclose(own[found == expected], logprob[found == expected], atol=2e-6)
+    alone = [
+        sample(z[None].clone(), u[None], greedy[:1], settings, native.kernels())
+        for z, u in zip(logits, uniform, strict=True)
+    ]
+    assert torch.equal(torch.cat([token for token, _ in alone]), found)
+
+
+@needs_kernels
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_kernel_draws_nothing_of_probability_zero(uniform: float) -> None:
+    for likely in np.linspace(0.5, 1.5, 40):
+        z = torch.tensor([[-float("inf"), -1e4, 0.0, float(likely), *[-1e4] * 300, -float("inf")]])
+        token, logprob = native.kernels().sample(z, torch.tensor([uniform], dtype=torch.float64))
+        assert int(token) == (2 if uniform == 0 else 3)
+        assert float(logprob) == pytest.approx(float(torch.log_softmax(z, 1)[0, token]), abs=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 17, 299])
+def test_the_kernel_shows_logits_that_are_not_finite(wrong: float, place: int) -> None:
+    z = torch.zeros(2, 300)
+    z[1, place] = wrong
+    _, logprob = native.kernels().sample(z, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert torch.isfinite(logprob).tolist() == [True, False]

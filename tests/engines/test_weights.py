@@ -80,8 +80,7 @@ def test_packed_weights_end_with_the_collection() -> None:
         engine.submit(ask(ids, 2, ordinal=i))
     for _ in engine.collect():  # also between two answers
         assert all("forward" not in vars(m) for m in policy.model.modules() if type(m) is torch.nn.Linear)
-    assert engine._flight.packed is None
-    assert engine._flight.factor_VD is None
+    assert engine._flight.decoder is None
 
 
 def test_weights_cannot_change_under_answers_being_written() -> None:

@@ -33,6 +33,8 @@ def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
         (["control", "--all"], "--all"),
         (["control", "steps=3"], "only dir=FOLDER"),
         (["control", "dir=a", "dir=b"], "dir=FOLDER is given once"),
+        (["clip-fraction", "--quick", f"dir={__file__}"], "no folder that can be made"),
+        (["clip-fraction", "--quick", "dir=/proc/x"], "dir=/proc/x: no folder that can be made"),
     ],
 )
 def test_bad_words_end_with_2(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo.config import Run
-from gspo.lab import line
+from gspo.lab import line, line_report
 from gspo.lab.line_report import Arm
 
 SMALL = (
@@ -72,6 +72,28 @@ def test_equal_time_is_the_last_evaluation_within_it() -> None:
     assert arm.held_out == [(0, 0.0, 0.1), (20, 3.0, 0.3), (30, 6.0, 0.2)]
     assert [arm.within(seconds) for seconds in (2.9, 3.0, 5.0, 6.0)] == [0.1, 0.3, 0.3, 0.2]
     assert arm.seconds == 6.0
+
+
+def test_the_true_reward_is_drawn_against_the_learned_one_over_all_seeds() -> None:
+    def arm(seed: int, learned: list[float], true: list[float]) -> Arm:
+        lines = tuple({line_report.LEARNED: a, line_report.RULE: b} for a, b in zip(learned, true, strict=True))
+        return Arm("a", seed, lines, line.Cost(1.0, 1.0, 0), (None, None))
+
+    arms = [arm(0, [0.0, 2.0, 4.0], [0.5, 0.7, 0.2]), arm(1, [2.0, 2.0, 5.0], [0.1, 0.1, 0.4])]
+    path = line_report._path("a", arms, window=2)
+    assert path.x == [1.5, 4.5]
+    assert path.middle == pytest.approx([0.35, 0.3])
+    assert (path.low, path.high) == (pytest.approx([0.1, 0.2]), pytest.approx([0.6, 0.4]))
+
+
+def test_every_seed_over_optimises_the_reward_of_few_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(line.Line, "run", lambda self, runs: ran.extend(each.name for each in runs))
+    monkeypatch.setattr(line_report, "write", lambda *_: [])
+    line.run_line(line.Line(tmp_path, (0, 1)))
+    assert ran[:3] == ["sft", "reward", "few"]
+    assert {name for name in ran if name.startswith("few-")} == {"few-grpo-0", "few-grpo-1"}
+    assert len(ran) == len(set(ran)) == 3 + 3 * 2 + 2
 
 
 def test_the_recipes_of_the_line_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,9 +179,9 @@ def test_bfloat16_gives_the_same_bits_with_and_without_gradients(family: str) ->
 def test_recomputed_activations_change_nothing() -> None:
     stock = families.make("qwen3")
     model = ours(deepcopy(stock))
-    from gspo.models.load import _checkpoint_activations
+    from gspo.models.install import checkpoint_activations
 
-    _checkpoint_activations(model, "qwen3")
+    checkpoint_activations(model, "qwen3")
     tokens = sequences(LENGTHS)
     run(ours(stock), tokens, ANSWERS)[0].sum().backward()
     held: list[int] = []
@@ -203,7 +203,7 @@ def test_what_the_attention_cannot_do_is_refused_by_name(extra: dict[str, Any], 
     module = families.make("llama").model.layers[0].self_attn
     x = torch.zeros(1, 4, 3, 8)
     with pytest.raises(InputError, match=f"LlamaAttention.*{word}"):
-        attention._attention(module, x, x, x, None, layout=Packed([3]), **extra)
+        attention.attention(module, x, x, x, None, layout=Packed([3]), **extra)
 
 
 def test_a_segment_without_tokens_is_refused() -> None:

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from compiled import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gspo.models.cache import TreeCache, closed_up, padded
+from gspo.models import native
+from gspo.models.buckets import closed_up, padded
+from gspo.models.cache import TreeCache
 
-HEADS, KV_HEADS, SIZE, LIMIT = 4, 2, 8, 40
+HEADS, KV_HEADS, LIMIT = 6, 2, 40
 
 
 @dataclass
@@ -27,22 +30,30 @@ class Row:
         """query [H, D], of the last token; each softmax by its definition."""
         seen = len(self.keys) if window is None else min(window, len(self.keys))
         k, v = (torch.stack(x[-seen:]).repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.keys, self.values))
-        weight = torch.softmax(torch.einsum("hd,thd->ht", query, k) / 3, -1)
-        return torch.einsum("ht,thd->hd", weight, v)
+        weight = torch.softmax(torch.einsum("hd,thd->ht", query.double(), k.double()) / 3, -1)
+        return torch.einsum("ht,thd->hd", weight, v.double())
 
 
 class Both:
     """The cache and the oracle, driven alike with two layers: one sees everything, one a window."""
 
-    def __init__(self, seed: int, windows: tuple[int | None, ...] = (None, 5)) -> None:
+    def __init__(
+        self, seed: int, windows: tuple[int | None, ...] = (None, 5), kernels: native.Kernels | None = None
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.choice = np.random.default_rng(seed)
-        self.cache, self.windows, self.prompts = TreeCache(LIMIT), windows, 0
+        self.cache, self.windows, self.prompts = TreeCache(LIMIT, kernels), windows, 0
+        self.size, self.dtype = (8, torch.float64) if kernels is None else (32, torch.bfloat16)
         self.kept: dict[int, list[Row]] = {}  # by prompt: its own keys and values, a layer each
         self.rows: list[list[Row]] = []
 
     def _random(self, heads: int, tokens: int) -> Tensor:
-        return torch.randn(1, heads, tokens, SIZE, dtype=torch.float64, generator=self.generator)
+        drawn = torch.randn(1, tokens, heads, self.size, dtype=torch.float64, generator=self.generator)
+        return drawn.to(self.dtype).transpose(1, 2)
+
+    def close(self, found: Tensor, expected: Tensor) -> None:
+        loose: dict[str, float] = {} if self.dtype == torch.float64 else dict(rtol=0.03, atol=0.03)
+        torch.testing.assert_close(found.double(), expected, **loose)
 
     def prefill(self, lengths: list[int]) -> list[int]:
         names = list(range(self.prompts, self.prompts + len(lengths)))
@@ -58,7 +69,7 @@ class Both:
                 queries, keys, values = (list(x[end - length : end]) for x in per_token)
                 row = Row(name, keys, values)
                 self.kept[name].append(row)
-                torch.testing.assert_close(out[0, end - 1], row.attend(queries[-1], window))
+                self.close(out[0, end - 1], row.attend(queries[-1], window))
         return names
 
     def add(self, prompts: list[int]) -> None:
@@ -73,7 +84,7 @@ class Both:
             for i, row in enumerate(self.rows):
                 row[layer].keys.append(k[0, :, i])
                 row[layer].values.append(v[0, :, i])
-                torch.testing.assert_close(out[0, i], row[layer].attend(q[0, :, i], window))
+                self.close(out[0, i], row[layer].attend(q[0, :, i], window))
 
     def drop(self, count: int) -> None:
         gone = np.sort(self.choice.choice(len(self.rows), count, replace=False))
@@ -90,7 +101,18 @@ class Both:
 @given(seed=st.integers(0, 2**16), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_a_row_sees_its_prompt_and_its_own_tokens(seed: int, data: st.DataObject) -> None:
-    both = Both(seed)
+    come_and_go(Both(seed), data)
+
+
+@needs_kernels
+@given(seed=st.integers(0, 2**16), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_kernels_see_the_same(seed: int, data: st.DataObject) -> None:
+    """In bfloat16; the layer with a window is computed without them, in the same cache."""
+    come_and_go(Both(seed, kernels=native.kernels()), data)
+
+
+def come_and_go(both: Both, data: st.DataObject) -> None:
     lengths = st.lists(st.sampled_from([1, 3, 17, 64, 65, 130, 300]), min_size=1, max_size=4)
     for _ in range(data.draw(st.integers(1, 4))):
         if len(both.rows) < 12:
@@ -130,7 +152,7 @@ def test_a_prompt_is_stored_once_and_given_back() -> None:
         for p in t._layers.values()
         for x in p
     }
-    assert sum(stored.values()) == both.cache.tokens * KV_HEADS * SIZE * 2 * len(both.windows)
+    assert sum(stored.values()) == both.cache.tokens * KV_HEADS * both.size * 2 * len(both.windows)
     both.drop(16)
     both.release_unused()
     both.add([])  # room is made, and given back, when rows are added

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo import InputError, config
-from gspo.models import fused, heads, load
+from gspo.models import fused, heads, install, load
 from gspo.models.attention import Packed
 
 
@@ -107,7 +107,7 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
     with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
         load.load_policy(config.Model(name="random-dense", compile=True))
-    monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
+    monkeypatch.setattr(install, "_WORTH_COMPILING", 1000)
     policy = load.load_policy(config.Model(name="random-dense"))
     assert "not compiled: no C++ compiler found" in policy.announcement
 
@@ -117,7 +117,7 @@ def test_large_models_are_compiled_and_small_ones_are_not(monkeypatch: pytest.Mo
     """The same log-probabilities and gradients either way."""
     plain = load.load_policy(config.Model(name="random-dense", dtype="float32"))
     assert "compiled" not in plain.announcement
-    monkeypatch.setattr(load, "_WORTH_COMPILING", 1000)
+    monkeypatch.setattr(install, "_WORTH_COMPILING", 1000)
     made = load.load_policy(config.Model(name="random-dense", dtype="float32"))
     assert "log-probabilities compiled" in made.announcement
     found = []

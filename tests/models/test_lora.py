@@ -353,8 +353,3 @@ def test_the_seed_is_of_a_fresh_adapter_and_touches_no_other_numbers() -> None:
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(one, first(1))
     assert not torch.equal(one, other)
-
-
-def test_the_learning_rate_grows_as_the_model_gets_narrower() -> None:
-    assert lora.learning_rate(1e-6, 2000) == pytest.approx(1e-5)
-    assert lora.learning_rate(2e-5, 500) == pytest.approx(4e-4)

@@ -4,13 +4,16 @@ import functools
 import os
 import sys
 import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from gspo.config import Data, Judging, RewardRule
 from gspo.errors import InputError
-from gspo.rewards.call import Item
+from gspo.rewards import own
+from gspo.rewards.call import FromFile, Item
 from gspo.rewards.load import load as load_rewards
 from gspo.rewards.load import open_scorers
 from gspo.rewards.ready import Around
@@ -45,8 +48,11 @@ def refusal(function, found=None):
 
 
 def call(reward, completion, row=0, prompt="", tokens=1):
-    assert reward.ready.call is not None
-    return reward.ready.call(Item((completion,), (tokens,), ROWS[row], prompt))[0]
+    found = reward.ready.call
+    assert found is not None
+    if isinstance(found.function, FromFile):  # which a worker loads
+        found = replace(found, function=found.function.load())
+    return found(Item((completion,), (tokens,), ROWS[row], prompt))[0]
 
 
 @pytest.fixture
@@ -160,6 +166,42 @@ def test_files_are_refused(source, text, function, parts):
     assert [part for part in parts if part.lower() not in message.lower()] == []
 
 
+@pytest.mark.parametrize("body", ["import time\ntime.sleep(1000)", "while True:\n    print('flood' * 100)"])
+def test_a_file_that_never_finishes_importing_is_refused_in_bounded_time(source, body, monkeypatch, capfd):
+    monkeypatch.setattr(own, "START_SECONDS", 0.5)
+    source(f"def f(c):\n    return 1\n{body}\n")
+    begun = time.monotonic()
+    message = refusal("judge.py:f")
+    assert "judge.py has not come to an end within 0.5 s" in message
+    assert time.monotonic() - begun < 60
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_ends_its_process_or_prints_costs_the_trainer_nothing(source, capfd):
+    source("import os\ndef f(c):\n    return 1\nos._exit(3)\n")
+    assert "exit code 3" in refusal("judge.py:f")
+    source(
+        f"import os\nprint('hello')\nos.environ['LEFT'] = '1'\nHERE = os.getpid()\ndef f(c):\n    assert HERE != {os.getpid()}\n    return 1\n"
+    )
+    try_out("judge.py:f", rows())
+    assert "LEFT" not in os.environ
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_file_has_is_known_without_running_it_here(source):
+    source(
+        "async def waits(completion, gold, *, hint=1): return 1\n"
+        "class Judge:\n    async def __call__(self, c): return 1\n"
+        "judge = Judge()\n"
+        "def group(completions, answer): return [1]\n"
+    )
+    found = {name: load(f"judge.py:{name}").ready.call for name in ("waits", "judge", "group")}
+    assert [each.asynchronous for each in found.values()] == [True, True, False]
+    assert [each.group for each in found.values()] == [False, False, True]
+    assert [dict(each.reads) for each in found.values()] == [{"gold": "gold", "hint": "hint"}, {}, {"answer": "answer"}]
+    assert found["waits"].optional == {"hint"}
+
+
 # ------------------------------------------------------------------------------ what a function is given
 
 
@@ -235,6 +277,10 @@ def test_callable_objects_methods_and_partials():
         (lambda answer, **columns: 1, ["rename"]),
         (lambda c, completion_tokens, rendered_prompt, lock=LOCK: LOCK.acquire(), ["cannot be sent", "lock"]),
         (lambda completions: [1.0], ["1 values for 2 completions"]),
+        (lambda completions: 1.0, ["float 1.0", "a list with a number for each"]),
+        (lambda completions: "11", ["str '11'", "a list with a number for each"]),
+        (lambda c: 10**400, ["1000000", "finite, within 1e+30"]),
+        (lambda c: -(10**5000), ["thousands of digits", "finite, within 1e+30"]),
         (lambda c: [1.0], ["list", "judges one completion"]),
         (lambda c: "1", ["str '1'"]),
         (lambda c: float("nan"), ["nan", "finite"]),

@@ -20,74 +20,20 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
+from scoring import PAIRS, batch_of, by_hand, gradients, journal, made
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gspo
-import norms
 from gspo import settings
-from gspo.batch import Batch, answers_batch
+from gspo.batch import answers_batch
 from gspo.errors import InputError, OutOfMemoryError, RunError
 from gspo.models import tiny
 from gspo.place import resumed_run
 from gspo.stage_config import RewardRun
 from gspo.stages.calibration import reliability
 from gspo.stages.reward_build import build
-from gspo.stages.reward_model import RewardJob, planted, preference
+from gspo.stages.reward_model import RewardJob, planted
 from gspo.stages.stage import Result, tune
-
-PAIRS: list[dict[str, Any]] = [
-    {"prompt": "say one", "chosen": "one", "rejected": "one, or two", "gap": 0.5},
-    {"prompt": "say two", "chosen": "two, too", "rejected": "to", "gap": 0.0},
-    {"prompt": "say one", "chosen": "a longer one", "rejected": "1", "gap": 2.0},
-    {"prompt": "x", "chosen": "y", "rejected": "yy", "gap": 0.25},
-]
-"""One prompt stands twice; a chosen answer is the beginning of a rejected one; lengths differ."""
-
-
-def made(folder: Path, rows: list[dict[str, Any]] | None = None, **keys: Any) -> RewardJob:
-    """A job on the two-layer Llama, in float64 without a chat template unless told otherwise; its score is not zero."""
-    model = {"name": "random-dense", "dtype": "float64"} | keys.pop("model", {})
-    data = {"source": "python", "template": "none"} | keys.pop("data", {})
-    tree = {"dir": str(folder), "threads": 1, "batch_size": 4, "steps": 1, "model": model, "data": data, **keys}
-    job = build(settings.check_as(RewardRun, tree, "test"), rows=rows or PAIRS)
-    if model["dtype"] == "float64":
-        norms.in_float64(job.policy.model)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            job.policy.model.score.weight.copy_(torch.randn(1, 64, generator=generator))
-    return job
-
-
-def batch_of(job: RewardJob, budget: int, order: list[int] | None = None) -> tuple[Batch, Tensor]:
-    found = planted([(i, job.pairs[i]) for i in order or sorted(job.pairs)])
-    return answers_batch(found.groups, budget, 2), found.margin_P
-
-
-def gradients(job: RewardJob, batch: Batch, margin_P: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient, before the optimizer: Adam would hide a constant scale."""
-    sums = job.learner._accumulate(job.learner.placed(batch), preference(margin_P, job.run.centring, []))
-    found = {name: p.grad.clone() for name, p in job.learner.masters.items() if p.grad is not None}
-    job.learner.optimizer.zero_grad()
-    return sums.loss, found
-
-
-def by_hand(job: RewardJob, pairs: list[dict[str, Any]], margin: str | None) -> tuple[float, dict[str, Tensor]]:
-    """One sequence at a time through the classifier of transformers: none of our packing, head, loss or rendering."""
-    model, tokenizer = job.policy.model, job.policy.tokenizer
-    model.set_attn_implementation("sdpa")
-    total = torch.zeros((), dtype=torch.float64)
-    for pair in pairs:
-        scores = []
-        for key in ("chosen", "rejected"):
-            ids = torch.tensor(tokenizer(f"{pair['prompt']}\n\n{pair[key]}")["input_ids"])
-            scores.append(model(input_ids=ids[None]).logits[0, 0])
-        gap = scores[0] - scores[1] - (pair[margin] if margin else 0.0)
-        total = total + torch.log1p(torch.exp(-gap)) + job.run.centring * (scores[0] + scores[1]) ** 2
-    model.zero_grad()
-    (total / len(pairs)).backward()
-    return float(total.detach()) / len(pairs), {name: p.grad for name, p in model.named_parameters()}
-
 
 # ------------------------------------------------------------------------------ the loss
 
@@ -261,11 +207,6 @@ def run(folder: Path, **keys: Any) -> Result:
     return tune(build(settings.check_as(RewardRun, {"dir": str(folder), "threads": 1, **LETTERS, **keys}, "test")))
 
 
-def journal(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(dtype: str, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -379,29 +320,25 @@ def test_a_policy_with_another_tokenizer_is_rewarded_by_it(
 # ------------------------------------------------------------------------------ the command
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    from gspo import cli
-
-    def call(*words: str) -> tuple[int, str, str]:
-        code = cli.guarded(lambda: cli.app(list(words)))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def test_the_command_ends_with_what_was_gained_and_goes_on(
-    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+@pytest.mark.parametrize("model", ["random-dense", "random-moe"])
+def test_the_command_ends_with_what_was_gained_goes_on_and_is_exported(
+    model: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     words = [f"dir={tmp_path / 'run'}", "steps=2", "batch_size=4", "data=preferences:3", "data.limit=16"]
-    code, out, err = command("reward", "letters", *words, "eval.limit=8", "model=random-dense")
+    code, out, err = command("reward", "letters", *words, "eval.limit=8", f"model={model}", "eval.every=2")
     assert code == 0, err
     assert out.splitlines()[-2].startswith("held-out loss: 0.693")
     assert out.splitlines()[-1].startswith("held-out accuracy: 0.500 -> ")
     code, out, err = command("reward", "--resume", str(tmp_path / "run"), "steps=3")
     assert code == 0, err
     assert "step 3/3" in out
+    code, out, err = command("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert code == 0, err
+    weights = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").state_dict()
+    checkpoint = tmp_path / "run" / "checkpoints" / "00000003"
+    trained = AutoModelForSequenceClassification.from_pretrained(checkpoint).state_dict()
+    assert trained["score.weight"].any()
+    assert all(torch.equal(weights[key], trained[key]) for key in trained)
     code, out, err = command("sft", "--resume", str(tmp_path / "run"), "steps=4")
     assert code == 2
     assert "gspo reward --resume" in err

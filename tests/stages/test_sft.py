@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import norms
 from gspo import config, settings
@@ -482,26 +483,20 @@ def test_a_bad_word_ends_with_2_before_a_model_is_loaded(
     assert "policy" not in out
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    from gspo import cli
-
-    def call(*words: str) -> tuple[int, str, str]:
-        code = cli.guarded(lambda: cli.app(list(words)))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def test_the_command_ends_with_what_was_gained_and_goes_on(
-    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+@pytest.mark.parametrize("model", ["random-dense", "random-moe"])
+def test_the_command_ends_with_what_was_gained_goes_on_and_is_exported(
+    model: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     words = [f"dir={tmp_path / 'run'}", "steps=2", "batch_size=4", "data=sort:2", "data.limit=16", "eval.limit=4"]
-    code, out, err = command("sft", "tiny-dense", *words, "eval.source=sort:2", "model=random-dense")
+    code, out, err = command("sft", "tiny-dense", *words, "eval.source=sort:2", f"model={model}", "eval.every=2")
     assert code == 0, err
     assert out.splitlines()[-2].startswith("held-out loss: 4.")
     assert out.splitlines()[-1] == "held-out accuracy: 0.000 -> 0.000"
     code, out, err = command("sft", "--resume", str(tmp_path / "run"), "steps=3")
     assert code == 0, err
     assert "step 3/3" in out
+    code, out, err = command("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert code == 0, err
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "00000003").state_dict()
+    assert all(torch.equal(weights[key], checkpoint[key]) for key in checkpoint)

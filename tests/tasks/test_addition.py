@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gspo.errors import InputError
 from gspo.tasks.addition import Addition, _pair, parse
+from gspo.tasks.builtin import find
 
 
 def pairs(rows):
@@ -81,3 +82,19 @@ def test_the_range_is_written_in_the_source():
 def test_other_words_are_refused_with_what_is_allowed(arguments, part):
     with pytest.raises(InputError, match=part):
         parse(arguments)
+
+
+def test_a_range_of_any_size_is_drawn_from():
+    for side in ("train", "held_out"):
+        rows, (note,) = parse("0-99999999999").rows(side, limit=None)
+        assert all(int(row["answer"]) == row["a"] + row["b"] for row in rows)
+        assert len({row["prompt"] for row in rows}) == len(rows)
+        assert "of about" in note
+
+
+@pytest.mark.parametrize(
+    "task", ["addition:0-" + "9" * 19, "addition:0-" + "9" * 5000, "sort:" + "9" * 5000, "preferences:" + "9" * 5000]
+)
+def test_numbers_without_end_are_refused(task):
+    with pytest.raises(InputError, match="the task is written"):
+        find(task)

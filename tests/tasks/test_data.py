@@ -115,9 +115,34 @@ def test_file_of_another_kind_folder_and_broken_parquet(tmp_path):
     assert "not a readable Parquet file" in refusal(Data(source=str(tmp_path / "a.parquet")))
 
 
+def test_what_is_no_file_says_what_it_is(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    assert "x.jsonl: is a folder: name a file in it" in refusal(Data(source=str(tmp_path / "x.jsonl")))
+    assert "/dev/null: is no file with rows in it" in refusal(Data(source="/dev/null"))
+    assert "no source is named" in refusal(Data(source=""))
+
+
+def test_a_parquet_file_without_rows_has_no_rows(tmp_path, capfd):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"prompt": ["x"]}).select([]).to_parquet(path)
+    capfd.readouterr()
+    assert refusal(Data(source=str(path))) == f"{path}: no rows"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "x", "prompt": "y"}', '{"prompt": "x", "more": [{"prompt": 1, "prompt": 1}]}']
+)
+def test_a_key_that_stands_twice_is_refused(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "more": {"prompt": 1}}\n' + line + "\n")
+    assert refusal(Data(source=str(path))) == f"{path}: line 2 (row 1): the key 'prompt' stands in it twice: leave one"
+
+
 def test_misspelt_task_is_not_looked_for_on_the_hub():
     assert "did you mean 'addition'" in refusal(Data(source="additon"))
     assert "did you mean 'addition:1-9'" in refusal(Data(source="adition:1-9"))
+    assert "did you mean 'addition:1-9'" in refusal(Data(source="ADDITION:1-9"))
 
 
 def test_hub_failure_says_what_was_tried(monkeypatch):

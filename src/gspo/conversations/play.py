@@ -79,7 +79,7 @@ class Play:
         if live is None:
             assert not isinstance(self.function, FromFile)
             make: Factory = factory(self.function)
-            live = _Live(make())
+            live = _Live(_whole(make()))
         said: Said = [], None, True
         try:
             said = self._play(live, move)
@@ -129,6 +129,15 @@ class Play:
         if callable(close):
             with contextlib.suppress(Exception):  # it is over, whatever it says to that
                 self._awaited(close())
+
+
+def _whole(environment: Any) -> Environment:
+    """Raises TypeError for an environment that lacks a method: at the start, and not at the first reply."""
+    for method in ("reset(seed)", "step(reply)"):
+        if not callable(getattr(environment, method.partition("(")[0], None)):
+            raise TypeError(f"an environment has a method {method}, and {type(environment).__name__} has none")
+    found: Environment = environment
+    return found
 
 
 def _step(found: Any) -> Said:

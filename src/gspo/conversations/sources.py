@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from gspo.conversations.transcript import Transcript, UnspeakableError, Voice
 from gspo.errors import InputError
 from gspo.rewards.call import FromFile
 from gspo.rewards.load import worker_count
-from gspo.rewards.own import from_file, load_here
+from gspo.rewards.own import from_file
 from gspo.rewards.process import Pooled
 from gspo.rewards.ready import require_extra
-from gspo.rewards.runner import Pool
+from gspo.rewards.runner import Outcome, Pool
 from gspo.rewards.score import FAILED
 from gspo.sections import Conversation
 from gspo.tasks.calculator import calculator
@@ -60,7 +61,8 @@ class Found:
     name: str
     where: str
     """How the user named it, for messages."""
-    function: Callable[..., Any]
+    function: Callable[..., Any] | FromFile
+    """Of a file, workers load it."""
     source: FromFile | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of what the model may call."""
@@ -98,15 +100,15 @@ def find(run: Run, tokenizer: PreTrainedTokenizerBase) -> Found | None:
         adapter, package = ADAPTERS[kind]
         require_extra(package, kind, where)
         return Found(kind, where, partial(adapter, argument), prepare=getattr(adapter, "prepare", None))
-    source = (
-        from_file(talk.environment, [f"{name}:..." for name in ADAPTERS], key)
-        if isinstance(talk.environment, str)
-        else None
-    )
-    found = talk.environment if source is None else load_here(source)
+    found = talk.environment
+    if isinstance(found, str):
+        source, seen = from_file(found, [f"{name}:..." for name in ADAPTERS], key)
+        if not seen.callable:
+            raise InputError(f"{where}: is {seen.kind}, not a class or a function")
+        return Found(seen.name, where, source, source)
     if not callable(found):
         raise InputError(f"{where}: is {type(found).__name__}, not a class or a function")
-    return Found(str(getattr(found, "__name__", type(found).__name__)), where, found, source)
+    return Found(str(getattr(found, "__name__", type(found).__name__)), where, found)
 
 
 def _tools(named: Sequence[str | Tool], role: str) -> Found:
@@ -114,8 +116,9 @@ def _tools(named: Sequence[str | Tool], role: str) -> Found:
     loaded: dict[str, Tool | FromFile] = {}
     for each in named:
         where = f"{key}={each if isinstance(each, str) else getattr(each, '__name__', each)}"
-        source = from_file(each, TOOLS, key) if isinstance(each, str) and each not in TOOLS else None
-        tool: Any = (TOOLS[each] if source is None else load_here(source)) if isinstance(each, str) else each
+        source = from_file(each, TOOLS, key)[0] if isinstance(each, str) and each not in TOOLS else None
+        # A worker has run the file and come to its end; its description needs the function itself.
+        tool: Any = (TOOLS[each] if source is None else source.load()) if isinstance(each, str) else each
         if not inspect.isroutine(tool):
             raise InputError(f"{where}: is {type(tool).__name__}, not a function")
         told = schema(tool, where)
@@ -139,10 +142,11 @@ class Stage:
         """The rows with what the environment begins with as their prompts, and the scene of each.
 
         Where `reset` gives None, the row keeps its own prompt. Raises InputError if `reset` fails, or begins with what
-        is no prompt.
+        is no prompt, or for a column `seed` with what is no whole number.
         """
-        scenes = [Scene(int(row.get(_SEED, i)), row) for i, row in enumerate(rows.rows)]
-        outcomes = self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
+        scenes = [Scene(_seed(rows, i), row) for i, row in enumerate(rows.rows)]
+        outcomes = self._begun(scenes[:1])  # alone, so that a server that is down is not waited for a thousand times
+        outcomes += [] if outcomes[0].status in FAILED else self._begun(scenes[1:])
         if failed := [i for i, outcome in enumerate(outcomes) if outcome.status in FAILED]:
             end = "\n".join((outcomes[failed[0]].error or "").strip().splitlines()[-6:])
             raise InputError(f"{self.found.where}: the beginning failed for {rows.name}: {rows.places(failed)}:\n{end}")
@@ -153,9 +157,23 @@ class Stage:
         opened = {i: replace(scene, opening=tuple(said[i])) for i, scene in enumerate(scenes)}
         return checked_prompts(data)(found), opened
 
+    def _begun(self, scenes: Sequence[Scene]) -> list[Outcome]:
+        return self.pool.results(self.pool.submit(0, [Move(scene) for scene in scenes]))
+
     def talks(self, scenes: Mapping[int, Scene], voice: Voice) -> Talks:
         """The conversations about a set of prompts."""
         return Talks(self.pool, voice, self.limits, scenes)
+
+
+def _seed(rows: Rows, i: int) -> int:
+    """The number of the row, or what its column `seed` says."""
+    value = rows.rows[i].get(_SEED, i)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(
+            f"{rows.name}: {rows.place(i)}: the column {_SEED} is {value!r:.80}, and the seed of an environment is a whole number: "
+            "mend it, or rename the column, and the seed is the number of the row"
+        )
+    return int(value)
 
 
 def open_stage(found: Found, limits: Conversation, judging: Judging) -> Stage:

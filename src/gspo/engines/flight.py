@@ -16,8 +16,10 @@ from torch import Tensor
 
 from gspo.engines.engine import Request
 from gspo.engines.lines import Line
-from gspo.models.cache import Extend, TreeCache, closed_up, padded
-from gspo.models.packing import PackedWeights
+from gspo.models.buckets import closed_up, padded
+from gspo.models.cache import Extend, TreeCache
+from gspo.models.decoder import Decoder
+from gspo.models.native import Kernels
 from gspo.types import Rollout, Segment
 
 _ROW = np.dtype(
@@ -69,16 +71,15 @@ class Reading:
 class Flight:
     """Row i of every array, and of the cache, belongs to `answers[i]`."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, kernels: Kernels | None) -> None:
         self.answers: list[tuple[Open, int]] = []
         self.prompts: dict[Open, None] = {}
         """Those in the cache, in the order of arrival."""
         self.first_logits: dict[Open, Tensor] = {}
         """[V] behind a prompt, of the prompts whose answers have not all started."""
-        self.cache = TreeCache(longest)
-        self.packed: PackedWeights | None = None
-        self.factor_VD: Tensor | None = None
-        """The head's weight in float32, made once for the answers that are written with it."""
+        self.cache = TreeCache(longest, kernels)
+        self.decoder: Decoder | None = None
+        """Made once for the answers that are written with the same weights."""
         self._longest = longest
         self._row_B = np.zeros(0, dtype=_ROW)
         self._cell_BM = np.zeros((0, longest), dtype=_CELL)

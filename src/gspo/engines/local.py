@@ -28,11 +28,11 @@ from gspo.engines.rounding import rounded
 from gspo.engines.sampler import sample
 from gspo.engines.streams import uniforms
 from gspo.errors import DivergedError, InputError, RunError
-from gspo.models.cache import Extend, Prefill, Step, padded
-from gspo.models.heads import next_logits
+from gspo.models.buckets import padded
+from gspo.models.cache import Extend, Prefill, Step
+from gspo.models.decoder import Decoder
 from gspo.models.load import Policy
 from gspo.models.lora import named_weights, without_adapter
-from gspo.models.packing import PackedWeights
 from gspo.models.routing import Routed, Routing, routers_of
 from gspo.types import Group, Limit, Rollout, Segment, Stop
 
@@ -46,7 +46,7 @@ answer that needs more goes alone."""
 class LocalEngine:
     """Samples on `policy.model`, so that new weights need no transfer. One thread may use it.
 
-    An adapter's model is sampled from with merged weights, as an exported one would be (`PackedWeights`).
+    An adapter's model is sampled from with merged weights, as an exported one would be (`packing.PackedWeights`).
     With `weights` other than `same` (see `rounding.rounded`) it samples on a copy of the model, as large as the original.
     `record_routes`: keep the experts that a mixture-of-experts model used, L K bytes for each token computed. A model
     without experts, or whose routers are not known, has none to keep. `longest`: tokens that may come after a prompt, if
@@ -74,7 +74,10 @@ class LocalEngine:
         self._stop_ids = np.array(policy.stop_ids, dtype=np.int64)
         self._positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
         self._waiting: deque[tuple[Open, int]] = deque()
-        self._flight = Flight(self._longest)
+        self._flight = self._new_flight()
+
+    def _new_flight(self) -> Flight:
+        return Flight(self._longest, self._policy.kernels)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -99,7 +102,7 @@ class LocalEngine:
         if self._weights != "same":
             self._copy(weights)
         self.version = version
-        self._flight = Flight(self._longest)  # nothing made from the old weights stays
+        self._flight = self._new_flight()  # nothing made from the old weights stays
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -133,12 +136,12 @@ class LocalEngine:
     def collect(self) -> Iterator[Group]:
         while self._waiting or self._flight.answers:
             yield from self._advance()
-        self._flight = Flight(self._longest)  # its memory is the learner's now
+        self._flight = self._new_flight()  # its memory is the learner's now
 
     def abandon(self) -> None:
         """Give up every answer that was asked for and not collected."""
         self._waiting.clear()
-        self._flight = Flight(self._longest)
+        self._flight = self._new_flight()
 
     @torch.no_grad()
     def _advance(self) -> list[Group]:
@@ -233,15 +236,11 @@ class LocalEngine:
         tokens, position, source = (
             torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in (tokens_T, position_T, source_N)
         )
-        model, flight = self._policy.model, self._flight
-        if flight.factor_VD is None or flight.packed is None:
-            flight.factor_VD, flight.packed = model.get_output_embeddings().factor(), PackedWeights(model)
+        flight = self._flight
+        flight.decoder = flight.decoder or Decoder(self._policy.model, self._policy.kernels)
         routing = None if self._routers is None else Routing(self._routers)
         routed = layout if routing is None else Routed(layout, routing)
-        with flight.packed:
-            logits_NV = next_logits(
-                model, tokens_T=tokens, position_T=position, layout=routed, source_N=source, factor_VD=flight.factor_VD
-            )
+        logits_NV = flight.decoder.logits(tokens, position, routed, source)
         return logits_NV, None if routing is None else routing.chosen().cpu().numpy()
 
     def _draws(self, opened: Open, index: int, turn: int) -> np.ndarray:
@@ -256,7 +255,7 @@ class LocalEngine:
         uniform_B = torch.from_numpy(self._flight.next_uniforms(rows)).to(device)
         answers = [self._flight.answers[row] for row in rows]
         greedy_B = torch.tensor([opened.request.greedy for opened, _ in answers], device=device)
-        token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling)
+        token_B, logprob_B = sample(logits_BV, uniform_B, greedy_B, self._sampling, self._policy.kernels)
         finite_B = torch.isfinite(logprob_B)
         if not bool(finite_B.all()):
             opened, index = answers[int(finite_B.logical_not().nonzero()[0])]

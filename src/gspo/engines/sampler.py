@@ -9,23 +9,29 @@ import torch
 from torch import Tensor
 
 from gspo.config import Sampling
+from gspo.models.native import Kernels
 
 _BLOCK = 256  # tokens; two searches, over blocks and in one block, read far less than one over the vocabulary
 _LIKELY = 1024  # candidates for top-p before the whole vocabulary is sorted
 
 
-def sample(logits_BV: Tensor, uniform_B: Tensor, greedy_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, uniform_B: Tensor, greedy_B: Tensor, sampling: Sampling, kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor]:
     """Inverse CDF, in token order, of softmax(logits / temperature) cut to top-k and then top-p.
 
     `logits_BV` float32 or float64, used up; `uniform_B` float64 in [0, 1); `greedy_B` bool: the likeliest token, and
     its log-probability at `temperature` without truncation. Returns (token_B int64, logprob_B float64): the
-    log-probability under the distribution that was sampled; not finite where the logits are not.
+    log-probability under the distribution that was sampled; not finite where the logits are not. `kernels` draw where
+    they can: then weights are not kept, but made again where the sum ends.
     """
     z = logits_BV if sampling.temperature == 1 else logits_BV.div_(sampling.temperature)
     likeliest_B = z.argmax(1) if bool(greedy_B.any()) else None  # slower than the maximum alone
     if sampling.top_k or sampling.top_p < 1:
         cutoff_B = _cutoff(z, sampling.top_k, sampling.top_p).masked_fill(greedy_B, float("-inf"))
         z.masked_fill_(z < cutoff_B[:, None], float("-inf"))
+    if kernels is not None and likeliest_B is None and kernels.draws(z):
+        return kernels.sample(z, uniform_B)
     weight_BV = torch.softmax(z, 1)  # one pass over the memory; the sum is made again below, in float64
     token_B, total_B = _draw(weight_BV, uniform_B)
     if likeliest_B is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gspo.errors import InputError
 from gspo.lab import claims, report
 from gspo.lab.arms import Record, all_records
 from gspo.lab.experiment import Experiment, Scale
@@ -39,12 +40,15 @@ def run(
 ) -> int:
     """Run what is not done, say a line an experiment, write the report. Returns the exit code.
 
-    Raises InputError for settings that no run accepts, before anything is started.
+    Raises InputError for settings that no run accepts, or a folder that cannot be made, before anything is started.
     """
     for experiment in experiments:
         for trial in experiment.trials(scale, seeds):
             _ = trial.id  # resolves its settings
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"dir={folder}: no folder that can be made and written to ({error.strerror})") from error
     board = Board()
     lines, failed = [], False
     try:

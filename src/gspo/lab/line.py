@@ -66,7 +66,7 @@ class Line:
     """`STAGE:key=value`, laid over the recipe of a stage: sft, reward, train."""
 
     few_by: str | None = "grpo"
-    """The algorithm that also optimises the reward of few pairs; None: none does."""
+    """The algorithm that also optimises the reward of few pairs, with every seed; None: none does."""
 
     def over(self, stage: str) -> list[str]:
         """The words for a stage."""
@@ -177,7 +177,7 @@ def run_line(line: Line) -> list[str]:
     line.run([line.first()])
     line.run([line.second(), *([line.second(few=True)] if few else [])])
     third = [line.third(name, seed) for seed in line.seeds for name in algorithms]
-    line.run([*third, *([line.third(few, line.seeds[0], few=True)] if few else [])])
+    line.run([*third, *(line.third(few, seed, few=True) for seed in line.seeds if few)])
     lines = write(line, algorithms, refused)
     print(f"{time.perf_counter() - start:.0f} s in all; report: {line.folder / 'report.md'}")
     for name, reason in refused.items():

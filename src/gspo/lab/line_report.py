@@ -61,11 +61,8 @@ class Arm:
 def write(line: Line, algorithms: Sequence[str], refused: Mapping[str, str]) -> list[str]:
     """Write the report; the last lines of the command."""
     arms = {name: [_arm(line, name, seed) for seed in line.seeds] for name in algorithms}
-    few = (
-        _arm(line, line.few_by, line.seeds[0], prefix="few-")
-        if line.few_by is not None and line.few_by in algorithms
-        else None
-    )
+    by = line.few_by if line.few_by in algorithms else None
+    few = [_arm(line, by, seed, prefix="few-") for seed in line.seeds if by is not None]
     _draw(line.folder, arms, few)
     (line.folder / "report.md").write_text(_report(line, arms, few, refused))
     return [f"{name}: true reward {_mean(of, 0):.3f} -> {_mean(of, -1):.3f}" for name, of in arms.items()]
@@ -98,7 +95,7 @@ def _agreement(path: Path) -> float | None:
 # ------------------------------------------------------------------------------ curves
 
 
-def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Arm | None) -> None:
+def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Sequence[Arm]) -> None:
     by_rollouts = [_held_out(name, of, lambda point: point[0]) for name, of in arms.items()]
     by_time = [_held_out(name, of, lambda point: point[1]) for name, of in arms.items()]
     _chart(folder / "rollouts.svg", "true reward, held out", "rollouts", by_rollouts, unit=True)
@@ -106,15 +103,14 @@ def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Arm | None) -> N
     learned = [_by_step(name, of, LEARNED) for name, of in arms.items()]
     _chart(folder / "learned.svg", "learned reward, training prompts", "step", learned)
     true = [_by_step(name, of, RULE) for name, of in arms.items()]
-    if few is not None:
-        true.append(_by_step(f"{few.name}, reward model of {FEW} pairs", [few], RULE))
+    if few:
+        true.append(_by_step(_few_name(few), few, RULE))
     _chart(folder / "true.svg", "true reward, training prompts", "step", true, unit=True)
-    paths = [_path(name, of[0]) for name, of in arms.items()]
+    paths = [_path(name, of) for name, of in arms.items()]
     _chart(folder / "over.svg", "true reward against the learned one, step by step", "learned reward", paths)
-    if few is not None:
-        _chart(
-            folder / "over-few.svg", f"the same, reward model of {FEW} pairs", "learned reward", [_path(few.name, few)]
-        )
+    if few:
+        own = [_path(f"seed {arm.seed}", [arm]) for arm in few]
+        _chart(folder / "over-few.svg", f"the same, {_few_name(few)}", "learned reward", own)
 
 
 def _chart(path: Path, title: str, x: str, series: Sequence[Series], *, unit: bool = False) -> None:
@@ -135,28 +131,31 @@ def _by_step(name: str, arms: Sequence[Arm], key: str) -> Series:
     return _series(name, [at[0]["step"] for at in lines], [[line[key] for line in at] for at in lines])
 
 
-def _path(name: str, arm: Arm, window: int = 5) -> Series:
-    """Means of `window` steps, one after the other."""
-    cut = [arm.lines[i : i + window] for i in range(0, len(arm.lines), window)]
-    x = [fmean(line[LEARNED] for line in part) for part in cut]
-    y = [fmean(line[RULE] for line in part) for part in cut]
-    return Series(name, x, y, y, y)
+def _few_name(few: Sequence[Arm]) -> str:
+    return f"{few[0].name}, reward model of {FEW} pairs"
+
+
+def _path(name: str, arms: Sequence[Arm], window: int = 5) -> Series:
+    """Means of `window` steps, one after the other, over the seeds; the true reward with its lowest and highest."""
+    steps = range(0, len(arms[0].lines), window)
+
+    def means(key: str) -> list[list[float]]:
+        return [[fmean(line[key] for line in arm.lines[i : i + window]) for arm in arms] for i in steps]
+
+    return _series(name, [fmean(at) for at in means(LEARNED)], means(RULE))
 
 
 # ------------------------------------------------------------------------------ words
 
 
-def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refused: Mapping[str, str]) -> str:
+def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Sequence[Arm], refused: Mapping[str, str]) -> str:
     shortest = min((arm.seconds for of in arms.values() for arm in of), default=0.0)
     head = ["algorithm", "true reward before", "at equal rollouts", f"at equal time ({shortest:.0f} s)", "highest",
             "learned reward", "agreement with the rule", "seconds", "seconds of a core", "peak memory"]  # fmt: skip
     rows = [[name, *_numbers(of, shortest)] for name, of in arms.items()]
-    if few is not None:
-        rows.append([f"{few.name}, reward model of {FEW} pairs", *_numbers([few], shortest)])
-    judged = {
-        name: read(line.folder / name / "journal.jsonl")[-1]
-        for name in ("reward", *(["few"] if few is not None else []))
-    }
+    if few:
+        rows.append([_few_name(few), *_numbers(few, shortest)])
+    judged = {name: read(line.folder / name / "journal.jsonl")[-1] for name in ("reward", *(["few"] if few else []))}
     return (
         "\n\n".join(
             [
@@ -175,8 +174,8 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Arm | None, refu
     )
 
 
-def _pictures(few: Arm | None) -> list[str]:
-    return ["rollouts", "time", "learned", "true", "over", *(["over-few"] if few is not None else [])]
+def _pictures(few: Sequence[Arm]) -> list[str]:
+    return ["rollouts", "time", "learned", "true", "over", *(["over-few"] if few else [])]
 
 
 def _accuracy(last: Metrics) -> str:

@@ -323,7 +323,7 @@ class _Sum:
 # ------------------------------------------------------------------------------ what transformers calls
 
 
-def _attention(
+def attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -361,4 +361,4 @@ def _attention(
 
 
 # No mask function goes with it: transformers then makes no mask, which in a packed row would be [T, T].
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attention)

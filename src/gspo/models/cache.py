@@ -18,35 +18,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo.models.attention import Packed
-
-_PROMPT_UNIT, _ANSWER_UNIT = 64, 16
-
-
-def padded(tokens: int, unit: int = _PROMPT_UNIT) -> int:
-    """Room that is made for `tokens`: one of few lengths, less than `unit` tokens, or else a quarter, more."""
-    octave: int = 2 ** tokens.bit_length()
-    unit = max(unit, octave // 8)
-    return -(-tokens // unit) * unit
-
-
-def closed_up(count: int, gone: np.ndarray) -> np.ndarray:
-    """Which of `count` places each remaining place is filled from, once those in `gone` are empty: the last move up."""
-    stays = np.setdiff1d(np.arange(count), gone)
-    order = np.arange(len(stays))
-    order[gone[gone < len(stays)]] = stays[stays >= len(stays)]
-    return order
+from gspo.models.buckets import Bucket, closed_up, padded
+from gspo.models.native import Kernels, Places
 
 
 class TreeCache:
     """The prompts and rows in flight. Rows are numbered as the engine numbers them: in order of arrival, and
     `closed_up` when some leave. A prompt stays until it is released.
 
-    `limit`: the most tokens that are written on a prompt.
+    `limit`: the most tokens that are written on a prompt. `kernels` attend wherever they can.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._buckets: dict[int, _Bucket] = {}
+    def __init__(self, limit: int, kernels: Kernels | None = None) -> None:
+        self._limit, self._kernels = limit, kernels
+        self._buckets: dict[int, Bucket] = {}
 
     @property
     def tokens(self) -> int:
@@ -54,14 +39,14 @@ class TreeCache:
         return sum(b.prompts.places * b.prompts.tokens + b.answers.places * b.answers.tokens for b in self.buckets)
 
     @property
-    def buckets(self) -> list[_Bucket]:
+    def buckets(self) -> list[Bucket]:
         return list(self._buckets.values())
 
     def prefill(self, prompts: Sequence[Hashable], lengths: Sequence[int], device: torch.device | str) -> Prefill:
         """The layout that computes new prompts; `prompts` are what they are called from now on."""
         slots: dict[int, list[int]] = {}
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            bucket = self._buckets.setdefault(padded(length), _Bucket(padded(length), self._limit))
+            bucket = self._buckets.setdefault(padded(length), Bucket(padded(length), self._limit))
             bucket.prompt_names.append(prompt)
             bucket.tokens_G = np.append(bucket.tokens_G, length)
             slots.setdefault(padded(length), []).append(i)
@@ -100,7 +85,7 @@ class TreeCache:
         """The layout of the next token of every row. Rows in `held_B` (bool) compute the same one again at the next step."""
         rows = sum(len(b.row_R) for b in self.buckets)
         held_B = np.zeros(rows, dtype=bool) if held_B is None else held_B
-        return Step([b.advance(held_B, device) for b in self.buckets if len(b.row_R)], device)
+        return Step([_advance(b, held_B, device) for b in self.buckets if len(b.row_R)], device, self._kernels)
 
     def extend(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> Extend:
         """The layout of several tokens for each of `rows`, which stand behind its first `firsts`; what it had there goes."""
@@ -114,92 +99,11 @@ class TreeCache:
         return Extend(parts)
 
 
-class _Pairs:
-    """A tensor of keys and one of values, [places, K, tokens, D], for each layer, in the model's dtype.
-
-    Memory is taken when the first ones arrive. Zeros: a masked key still meets the softmax's zero in a product, where
-    NaN would survive.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self.places, self.tokens = 0, tokens
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """`key` and `value` [K, _, D] give the shapes at the first call."""
-        if layer not in self._layers:
-            k, v = (x.new_zeros(self.places, x.shape[0], self.tokens, x.shape[2]) for x in (key, value))
-            self._layers[layer] = (k, v)
-        return self._layers[layer]
-
-    def resize(self, places: int, tokens: int) -> None:
-        """What is stored stays, as far as it has a place."""
-        if (places, tokens) == (self.places, self.tokens):
-            return
-        self.places, self.tokens = places, tokens
-        for layer, (key, value) in self._layers.items():  # one at a time: the old ones are freed on the way
-            self._layers[layer] = (self._resized(key), self._resized(value))
-
-    def _resized(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.places, old.shape[1], self.tokens, old.shape[3])
-        places, tokens = min(len(old), self.places), min(old.shape[2], self.tokens)
-        new[:places, :, :tokens] = old[:places, :, :tokens]
-        return new
-
-    def move(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy places over others; the two must not overlap."""
-        if len(source) == 0:
-            return
-        for pair in self._layers.values():
-            for x in pair:
-                x[torch.from_numpy(target)] = x[torch.from_numpy(source)]
-
-
-class _Bucket:
-    """Prompts that are padded to one length, each at a slot, and the rows that continue them, each at a place."""
-
-    def __init__(self, length: int, limit: int) -> None:
-        self.prompts, self.answers, self._limit = _Pairs(length), _Pairs(0), limit
-        self.prompt_names: list[Hashable] = []
-        self.tokens_G = np.zeros(0, dtype=np.int64)
-        self.row_R = np.zeros(0, dtype=np.int64)
-        """The engine's row at each place, ..."""
-        self.prompt_R = np.zeros(0, dtype=np.int64)
-        """... the slot of its prompt, ..."""
-        self.written_R = np.zeros(0, dtype=np.int64)
-        """... and the answer tokens whose keys are stored."""
-
-    def fit(self) -> None:
-        """As much room as there are prompts and rows."""
-        self.prompts.resize(len(self.prompt_names), self.prompts.tokens)
-        self.answers.resize(len(self.row_R), self.answers.tokens)
-
-    def drop(self, places: np.ndarray) -> None:
-        order = closed_up(len(self.row_R), places)
-        target = np.flatnonzero(order != np.arange(len(order)))
-        self.answers.move(order[target], target)
-        self.row_R, self.prompt_R, self.written_R = self.row_R[order], self.prompt_R[order], self.written_R[order]
-
-    def release(self, slot: int) -> None:
-        last = len(self.prompt_names) - 1
-        if slot != last:
-            self.prompts.move(np.array([last]), np.array([slot]))
-        self.prompt_names[slot], self.tokens_G[slot] = self.prompt_names[last], self.tokens_G[last]
-        self.prompt_names.pop()
-        self.tokens_G = self.tokens_G[:last]
-        self.prompt_R[self.prompt_R == last] = slot
-
-    def reserve(self, more: int = 0) -> None:
-        """Room for all that is written, and `more` tokens of each row."""
-        longest = int(self.written_R.max()) + more
-        if longest > self.answers.tokens:
-            self.answers.resize(self.answers.places, min(padded(longest, _ANSWER_UNIT), self._limit))
-
-    def advance(self, held_B: np.ndarray, device: torch.device | str) -> _Part:
-        self.reserve(1)
-        part = _Part(self, len(held_B), device)
-        self.written_R = self.written_R + ~held_B[self.row_R]
-        return part
+def _advance(bucket: Bucket, held_B: np.ndarray, device: torch.device | str) -> _Part:
+    bucket.reserve(1)
+    part = _Part(bucket, len(held_B), device)
+    bucket.written_R = bucket.written_R + ~held_B[bucket.row_R]
+    return part
 
 
 class Prefill:
@@ -209,12 +113,12 @@ class Prefill:
     """
 
     def __init__(
-        self, lengths: Sequence[int], targets: Sequence[tuple[_Bucket, np.ndarray]], device: torch.device | str
+        self, lengths: Sequence[int], targets: Sequence[tuple[Bucket, np.ndarray]], device: torch.device | str
     ) -> None:
         self._packed = Packed(lengths, device)
         length_G = np.array(lengths)
         start_G = np.cumsum(length_G) - length_G
-        self._targets: list[tuple[_Bucket, int, Tensor]] = []
+        self._targets: list[tuple[Bucket, int, Tensor]] = []
         for bucket, which in targets:
             # Padding repeats the last token, whose keys are at least finite; no row sees it.
             offset = np.minimum(np.arange(bucket.prompts.tokens), length_G[which, None] - 1)
@@ -235,7 +139,7 @@ class Prefill:
 class _Long:
     """Tokens of one row: `count` of them behind its first `first`."""
 
-    bucket: _Bucket
+    bucket: Bucket
     place: int
     first: int
     count: int
@@ -281,8 +185,8 @@ class Extend:
 class Step:
     """One new token for each row: seen are the prompt, the row's own tokens so far, and itself."""
 
-    def __init__(self, parts: Sequence[_Part], device: torch.device | str) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[_Part], device: torch.device | str, kernels: Kernels | None = None) -> None:
+        self._parts, self._kernels = parts, kernels
         back = np.argsort(np.concatenate([part.bucket.row_R for part in parts]))
         self._back_B = None if parts[0].row_R is None else torch.from_numpy(back).to(device)
 
@@ -290,6 +194,11 @@ class Step:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
         q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [B, H, D]
+        if self._kernels is not None and window is None and self._kernels.attends(q, k, v):
+            out = q.new_empty(q.shape)
+            for part in self._parts:
+                part.attend_natively(self._kernels, layer, (q, k, v), scaling, out)
+            return out[None]
         q = q * scaling
         outs = [part.attend(layer, *(part.own(x) for x in (q, k, v)), window=window) for part in self._parts]
         return (outs[0] if self._back_B is None else torch.cat(outs).index_select(0, self._back_B))[None]
@@ -313,7 +222,7 @@ class _Part:
     Prompts with fewer rows than others leave cells of the grid empty; what is computed there is not used.
     """
 
-    def __init__(self, bucket: _Bucket, rows: int, device: torch.device | str) -> None:
+    def __init__(self, bucket: Bucket, rows: int, device: torch.device | str) -> None:
         self.bucket, self._device = bucket, device
         alone = np.array_equal(bucket.row_R, np.arange(rows))
         self.row_R = None if alone else torch.from_numpy(bucket.row_R).to(device)
@@ -323,12 +232,23 @@ class _Part:
         self._rank_R = np.empty_like(order)
         self._rank_R[order] = np.arange(len(order)) - (np.cumsum(count_G) - count_G)[bucket.prompt_R[order]]
         self._written_R = bucket.written_R
+        first_G = np.concatenate([[0], count_G.cumsum()])
+        self._in_order = Places(first_G, order, bucket.row_R[order], bucket.written_R[order], bucket.tokens_G)
         self._places: dict[int, _Places] = {}
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def own(self, x: Tensor) -> Tensor:
         """The rows of this bucket, in its order."""
         return x if self.row_R is None else x.index_select(0, self.row_R)
+
+    def attend_natively(
+        self, kernels: Kernels, layer: int, qkv: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor
+    ) -> None:
+        """`attend` of all rows of the step [B, _, D]; writes those of this bucket into `out` [B, H, D]."""
+        key, value = (x.transpose(0, 1) for x in qkv[1:])
+        prompt = self.bucket.prompts.layer(layer, key, value)
+        own = self.bucket.answers.layer(layer, key, value)
+        kernels.attend(qkv, prompt, own, self._in_order, scaling=scaling, out=out)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """q [R, H, D], scaled; k and v [R, K, D] -> [R, H, D]."""

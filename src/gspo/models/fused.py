@@ -22,14 +22,14 @@ from gspo.models.linear import transposed_product
 # ------------------------------------------------------------------------------ the formulas
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) * weight, the first factor rounded to the type of x as transformers does it; and 1 / rms [T, 1]."""
     wide = _widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * scale).to(x.dtype) * weight, scale
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """With n = x scale:  d x = scale (g w - n mean(g w n)),  d weight = sum over tokens of g n."""
     n, g = _widened(x) * scale, _widened(grad)
     gw = g * weight
@@ -54,8 +54,8 @@ def _widened(x: Tensor) -> Tensor:
 class Kernels:
     """The four formulas, as they are or compiled."""
 
-    norm: Callable[..., tuple[Tensor, Tensor]] = _norm
-    norm_backward: Callable[..., tuple[Tensor, Tensor]] = _norm_backward
+    norm: Callable[..., tuple[Tensor, Tensor]] = norm
+    norm_backward: Callable[..., tuple[Tensor, Tensor]] = norm_backward
     gate: Callable[..., Tensor] = _gate
     gate_backward: Callable[..., tuple[Tensor, Tensor]] = _gate_backward
 
@@ -63,7 +63,7 @@ class Kernels:
 def compiled() -> Kernels:
     """Each formula as one pass over memory: C++ on a CPU, Triton on a GPU; made when it is first called."""
     fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
-    return Kernels(fuse(_norm), fuse(_norm_backward), fuse(_gate), fuse(_gate_backward))
+    return Kernels(fuse(norm), fuse(norm_backward), fuse(_gate), fuse(_gate_backward))
 
 
 # ------------------------------------------------------------------------------ in the place of the model's own

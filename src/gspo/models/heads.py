@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gspo.errors import InputError
 from gspo.models.attention import Layout
 from gspo.models.linear import transposed_product
+from gspo.models.native import Kernels
 
 # Rows and columns of the largest block of logits that ever exists: 4 MiB in float32, which stay in the cache. Many rows,
 # since each block of the weight is re-ordered for its product.
@@ -38,6 +39,8 @@ class PolicyHead(nn.Linear):
         self.weight = layer.weight
         self.bias = layer.bias
         self.formulas = Formulas()
+        self.collect: Callable[[slice, Tensor], None] | None = None
+        """Takes the gradient of these rows of the weight, in the place of autograd; see `masters`."""
         self._job: Callable[[PolicyHead, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -102,13 +105,15 @@ def next_logits(
     layout: Layout,
     source_N: Tensor,
     factor_VD: Tensor | None = None,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Logits [N, V] at the positions `source_N`, float32 (float64 in a float64 model), without gradients.
 
-    `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights.
+    `factor_VD`: the head's `factor()`, if the caller keeps one for several calls with the same weights. `kernels` are
+    used if the head's weight suits them, and then no factor is needed.
     """
     with torch.no_grad():
-        job = partial(_predict, source_N=source_N, factor_VD=factor_VD)
+        job = partial(predict, source_N=source_N, factor_VD=factor_VD, kernels=kernels)
         return run_head(model, job, tokens_T=tokens_T, position_T=position_T, layout=layout)
 
 
@@ -136,12 +141,20 @@ def _score(
     values: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
-    results = _Logprob.apply(hidden_ND, head.weight, head.bias, target_N, Softmax(temperature, head.formulas))  # type: ignore[no-untyped-call]
+    collect = head.collect if head.weight.requires_grad and hidden_ND.requires_grad else None
+    weight = head.weight if collect is None else head.weight.detach()
+    results = _Logprob.apply(hidden_ND, weight, head.bias, target_N, Softmax(temperature, head.formulas, collect))  # type: ignore[no-untyped-call]
     return torch.stack(results if values is None else (*results, values(hidden_ND)))
 
 
-def _predict(head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None) -> Tensor:
+def predict(
+    head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None, kernels: Kernels | None
+) -> Tensor:
+    """`next_logits` of hidden states [1, T, D]."""
     hidden_ND = hidden[0].index_select(0, source_N)
+    if kernels is not None and kernels.multiplies(head.weight):
+        logits_NV = kernels.product(hidden_ND, head.weight, wide=True)
+        return logits_NV if head.bias is None else logits_NV.add_(head.bias)
     products = _products(head.weight)
     weight = head.factor() if factor_VD is None else factor_VD
     logits_NV = products.multiply(hidden_ND.to(products.factor), weight.T)
@@ -247,10 +260,12 @@ class Formulas:
 
 @dataclass(frozen=True)
 class Softmax:
-    """How logits become probabilities: divided by the temperature, and by which formulas."""
+    """How logits become probabilities: divided by the temperature, and by which formulas; and where a gradient goes."""
 
     temperature: float
     formulas: Formulas = Formulas()
+    collect: Callable[[slice, Tensor], None] | None = None
+    """As `PolicyHead.collect`."""
 
 
 def compiled() -> Formulas:
@@ -306,6 +321,7 @@ class _Logprob(torch.autograd.Function):
         by_target_N = _slope(logprob_N, by_logprob_N, by_entropy_N, entropy_N) + by_logprob_N
         grad_h, h_factor = torch.zeros_like(h, dtype=wide), hidden_ND.to(products.gradient)
         grad_weight = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        weighs = grad_weight is not None or softmax.collect is not None
         grad_bias = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
         for columns, weight, bias in _columns(weight_VD, bias_V):
             by_weight, by_bias = _Sum(), _Sum()
@@ -318,12 +334,14 @@ class _Logprob(torch.autograd.Function):
                 at, place = _targets(target_N, rows, columns)
                 grad[at, place] = by_target_N[rows.start + at].to(grad.dtype)
                 grad_h[rows] += torch.mm(grad, weight_VD[columns].to(products.gradient))
-                if grad_weight is not None:
+                if weighs:
                     by_weight.add(transposed_product(grad, h_factor[rows]))
                 if grad_bias is not None:
                     by_bias.add(grad.sum(0, dtype=wide))
             if grad_weight is not None:
                 grad_weight[columns] = by_weight.total
+            if softmax.collect is not None:
+                softmax.collect(columns, by_weight.total)  # type: ignore[arg-type]
             if grad_bias is not None:
                 grad_bias[columns] = by_bias.total
         return grad_h.to(hidden_ND.dtype), grad_weight, grad_bias, None, None

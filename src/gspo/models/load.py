@@ -18,19 +18,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
 from gspo.hub import out_of_reach
-from gspo.models import fused, heads, linear, lora
-from gspo.models.attention import ATTENTION, Packed
+from gspo.models import install, lora
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
-from gspo.models.heads import install_head, trained_logprobs
-from gspo.models.routing import install_routing
+from gspo.models.native import Kernels
 from gspo.models.runs import no_checkpoint
 
 log = logging.getLogger("gspo")
@@ -63,13 +59,18 @@ class Policy:
     device: torch.device
     announcement: str
     """One line for the console."""
+    kernels: Kernels | None = None
+    """With which the engine decodes, if this machine has them."""
 
 
-def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0) -> Policy:
+def load_policy(
+    model: config.Model, checkpoint: Checkpoint | None = None, *, seed: int = 0, scored: bool = False
+) -> Policy:
     """Load, check and prepare the model that `model` names, with its adapter if it has one; `seed` is of a fresh one.
 
     Tried in this order: built-in name, folder, GGUF file, hub id. Sampling values of the checkpoint's
-    generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name.
+    generation_config are not used; its end tokens are. `checkpoint`: read from there, whatever the name. `scored`: the
+    adapter may be that of a classifier, whose output layer is then left to the caller.
 
     Raises:
         InputError: nothing under that name, no such device or precision, no end token, or a model that the
@@ -78,8 +79,12 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
     device = _device(model.device)
     compute = _compute_dtype(model.dtype, device)
     asked = lora.asked(model)
+    if asked.scored and not scored:
+        raise InputError(
+            f"model={model.name}: {asked.start} is the adapter of a reward model, which writes no text: it is used as reward=reward_model:{asked.start}"
+        )
     checkpoint = checkpoint or find(asked.base)
-    hf, tokenizer = _checked(model, checkpoint.model), _checked(model, checkpoint.tokenizer)
+    hf, tokenizer = _checked(model, checkpoint.model), _tokenizer(model, asked, checkpoint)
     commit = getattr(hf.config, "_commit_hash", None)  # of a hub id
     source = Source(model.name, f"{checkpoint.origin}@{commit}" if commit else checkpoint.origin, weights_sha256(hf))
     hf = hf.to(device=device).eval()
@@ -98,22 +103,39 @@ def load_policy(model: config.Model, checkpoint: Checkpoint | None = None, *, se
     if asked.adapted:
         put = lora.adapt(hf, asked, base=_reloadable(asked.base, hf), sha256=source.sha256, seed=seed)
         adapter = f"; trained: {_count(sum(p.numel() for p in hf.parameters() if p.requires_grad))}, {put.words}"
-    _prepare(hf, model.name)
-    _make_savable(hf, model.name)
+    install.prepare(hf, model.name)
+    install.make_savable(hf, model.name)
     if model.gradient_checkpointing:
-        _checkpoint_activations(hf, model.name)
-    fusing = _fuse(hf, model.compile, parameters, device)
+        install.checkpoint_activations(hf, model.name)
+    fusing, kernels = install.fuse(hf, model.compile, parameters, compute)
     stored = str(torch.promote_types(compute, torch.float32)).removeprefix("torch.")
     announcement = (
         f"policy {model.name}: {_count(parameters)} parameters, sha256 {source.sha256[:12]} ({source.origin}){adapter}; "
         f"stored {stored}, computed {str(compute).removeprefix('torch.')}{fusing}, optimizer {stored}; on {device}"
     )
-    return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement)
+    return Policy(hf, tokenizer, stop_ids, source, compute, device, announcement, kernels)
 
 
 def load_tokenizer(model: config.Model) -> Any:
     """The tokenizer of the model that `model` names, without its weights. Raises InputError as `load_policy` does."""
-    return _checked(model, find(lora.asked(model).base).tokenizer)
+    asked = lora.asked(model)
+    return _tokenizer(model, asked, find(asked.base))
+
+
+def _tokenizer(model: config.Model, asked: lora.Asked, checkpoint: Checkpoint) -> Any:
+    """That of the checkpoint; of an adapter's folder that is named as the model, the one that was saved with it."""
+    keys: dict[str, Any] = dict(trust_remote_code=model.trust_remote_code)
+    own = asked.tokenizer
+    return _checked(model, checkpoint.tokenizer if own is None else lambda: AutoTokenizer.from_pretrained(own, **keys))
+
+
+def load_config(model: config.Model) -> Any | None:
+    """The config.json of the model that `model` names, without its weights; None where none can be read alone.
+
+    Raises InputError as `load_policy` does.
+    """
+    read = find(lora.asked(model).base).read_as
+    return None if read is None else _checked(model, lambda: read(AutoConfig))
 
 
 def _reloadable(model: config.Model, hf: Any) -> str:
@@ -267,121 +289,5 @@ _NATIVE_BFLOAT16: dict[str, Callable[[torch.device], bool]] = {
 }
 
 
-_WORTH_COMPILING = 50_000_000
-"""Parameters from which on compiling pays within a few updates: its seconds do not depend on the size."""
-
-
-def _fuse(model: Any, wanted: bool | None, parameters: int, device: torch.device) -> str:
-    """Compile the elementwise formulas if that is wanted, or, left open, worth it and possible; words that say so."""
-    if wanted is False or (wanted is None and parameters < _WORTH_COMPILING):
-        return ""
-    kernels = fused.compiled()
-    try:
-        kernels.gate(torch.ones(2, 8, device=device), torch.ones(2, 8, device=device))
-    except Exception as error:  # whatever the compiler of this machine says
-        words = str(error).strip().splitlines()[0]
-        if wanted is None:
-            return f" (not compiled: {words})"
-        raise InputError(
-            f"model.compile=true: torch.compile does not work here ({words}). It needs a C++ compiler on a CPU "
-            "and Triton on a GPU; install one, or leave model.compile=false"
-        ) from error
-    fused.install(model, kernels)
-    model.get_output_embeddings().formulas = heads.compiled()
-    return " (norms, gates and log-probabilities compiled)"
-
-
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
-
-
-# ------------------------------------------------------------------------------ making it ours
-
-
-def _prepare(model: Any, name: str) -> None:
-    """Packed attention and policy head, held against the model's own computation on a few tokens."""
-    family = type(model).__name__
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    foreign = layers - {"full_attention", "sliding_attention"}
-    if foreign or not model._supports_attention_backend:
-        kinds = f" ({', '.join(sorted(foreign))})" if foreign else ""
-        raise InputError(
-            f"model={name}: {family} has layers{kinds} that do not go through the attention interface of transformers, so they cannot be packed: use another model"
-        )
-    tokens_L = torch.randint(
-        0, model.config.get_text_config().vocab_size, (2, 12), generator=torch.Generator().manual_seed(0)
-    )
-    tokens_L = tokens_L.to(model.device)
-    own, head_output = _own_logits(model, tokens_L)
-    if not own.isfinite().all():
-        raise InputError(
-            f"model={name}: its logits are not finite, so its weights hold values that are not: use another checkpoint"
-        )
-    if not torch.equal(own, head_output):
-        raise InputError(
-            f"model={name}: {family} changes its logits after the output layer (soft-capping or a scale), which the policy head does not do: use another model"
-        )
-    model.set_attn_implementation(ATTENTION)
-    install_head(model)
-    install_routing(model)
-    fused.install(model, fused.Kernels())
-    linear.install(model)
-    sources = torch.arange(11, device=model.device)
-    found, _ = trained_logprobs(
-        model,
-        tokens_T=tokens_L.flatten(),
-        position_T=torch.arange(12, device=model.device).repeat(2),
-        layout=Packed([12, 12], model.device),
-        source_N=torch.cat([sources, sources + 12]),
-        target_N=tokens_L[:, 1:].flatten(),
-        temperature=1.0,
-    )
-    expected = torch.log_softmax(own[:, :-1], -1).gather(-1, tokens_L[:, 1:, None]).flatten()
-    gap = float((found.detach() - expected).abs().max())
-    if not gap < 1e-3:
-        raise InputError(
-            f"model={name}: {family} gives log-probabilities {gap:.2g} away from its own ones when sequences are packed: use another model"
-        )
-
-
-@torch.no_grad()
-def _own_logits(model: Any, tokens_L: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits that the model returns, and those that its output layer made."""
-    seen: list[Tensor] = []
-    handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    try:
-        logits = model(input_ids=tokens_L, use_cache=False).logits
-    finally:
-        handle.remove()
-    return logits, seen[0].to(logits.dtype)
-
-
-def _make_savable(model: Any, name: str) -> None:
-    """transformers refuses to save contradictory generation settings; better to know now than after training."""
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError as error:
-        log.warning(
-            "model=%s: its generation_config could not be saved (%s); only its token ids are kept",
-            name,
-            str(error).splitlines()[0],
-        )
-        old = model.generation_config
-        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            bos_token_id=old.bos_token_id, eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id
-        )
-
-
-def _checkpoint_activations(model: Any, name: str) -> None:
-    """Recompute each layer in the backward pass, with everything else as in eval mode.
-
-    transformers does it for layers in training mode, so the layer modules alone are put there: dropout, which
-    sits in modules of its own, stays off.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise InputError(f"model.gradient_checkpointing: {type(model).__name__} ({name}) does not support it")
-    new = getattr(model, "activation_checkpointing_enable", None)  # the name since transformers 5.24
-    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ _PREFIX = "base_model.model."
 """Before every name in an adapter's file: the place of the model inside peft's own."""
 _PLAIN = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "megatron_config")
 """Keys of an adapter's configuration that make it more than W + scale B A."""
+_WRITES, _SCORED = "CAUSAL_LM", "SEQ_CLS"
+"""peft's words for the adapter of a language model and of a classifier."""
+_HEADS = {"score", "classifier"}
+"""Modules that peft trains and saves whole with an adapter of a classifier."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,19 @@ class Asked:
     """Folder of the adapter to go on from."""
     settings: sections.Lora | None
     """None if no key of it is set, as where a folder was named as the model."""
+    scored: bool = False
+    """Whether `start` is the adapter of a classifier, with the classifier's output layer in it."""
+    tokenizer: Path | None = None
+    """The folder of the adapter, if it was named as the model and has a tokenizer in it: its base may have none."""
 
     @property
     def adapted(self) -> bool:
         return self.start is not None or self.settings is not None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether peft would read an adapter from it."""
+    return (folder / _CONFIG).is_file()
 
 
 def asked(model: config.Model) -> Asked:
@@ -59,11 +72,11 @@ def asked(model: config.Model) -> Asked:
     """
     named = Path(model.name).expanduser()
     settings = model.lora
-    if not (named / _CONFIG).is_file():
+    if not is_adapter(named):
         start = None if settings is None or settings.start is None else Path(settings.start).expanduser()
-        if start is not None and not (start / _CONFIG).is_file():
+        if start is not None and not is_adapter(start):
             raise InputError(f"model.lora.start={start}: no adapter here (there is no {_CONFIG}); give its folder")
-        return Asked(model, start, settings)
+        return Asked(model, start, settings, start is not None and _read_config(start).task_type == _SCORED)
     if settings is not None and settings.start is not None:
         raise InputError(f"model={model.name} and model.lora.start={settings.start} are both adapters: leave one out")
     found = _read_config(named)
@@ -74,7 +87,8 @@ def asked(model: config.Model) -> Asked:
     name = found.base_model_name_or_path
     name = f"{name}@{found.revision}" if found.revision and not Path(name).exists() else name
     base = model.model_copy(update={"name": name, "lora": None})
-    return Asked(base, named, settings)
+    tokenizer = named if (named / "tokenizer_config.json").is_file() else None
+    return Asked(base, named, settings, found.task_type == _SCORED, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,8 @@ class Adapter:
     """peft's LoraConfig, whose base model is the name that the base can be loaded by."""
     base_sha256: str
     start: str | None
+    head: str | None = None
+    """A module that is trained whole beside it, and saved with it."""
 
     @property
     def words(self) -> str:
@@ -98,7 +114,7 @@ class Adapter:
         kept = {
             _PREFIX + name.replace(".default.", "."): w.detach().contiguous()
             for name, w in weights.items()
-            if _is_adapters(name)
+            if _is_adapters(name) or (self.head is not None and name.startswith(f"{self.head}."))
         }
         save_file(kept, folder / _WEIGHTS, metadata={"format": "pt", "gspo_base_sha256": self.base_sha256})
         written = copy.copy(self.config)
@@ -110,6 +126,13 @@ def adapter_of(model: Any) -> Adapter | None:
     """What `adapt` put on `model`; None for a plain one."""
     found: Adapter | None = getattr(model, "gspo_adapter", None)
     return found
+
+
+def keep_head(model: Any, adapter: Adapter, head: str) -> None:
+    """Let `model`, a classifier around layers with `adapter`, be saved with its output layer `head`, as peft does."""
+    written = copy.copy(adapter.config)
+    written.task_type, written.modules_to_save = _SCORED, [head]
+    model.gspo_adapter = replace(adapter, config=written, head=head)
 
 
 def _is_adapters(name: str) -> bool:
@@ -135,6 +158,10 @@ def adapt(model: Any, wanted: Asked, *, base: str, sha256: str, seed: int) -> Ad
         _require_same(start, made, wanted.settings)
     name, _, revision = (base, "", "") if Path(base).exists() else base.partition("@")
     made.base_model_name_or_path, made.revision, made.inference_mode = name, revision or None, False
+    made.task_type, made.modules_to_save = (
+        _WRITES,
+        None,
+    )  # an output layer of its own has a classifier alone: `keep_head`
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -158,7 +185,6 @@ def _fresh(model: Any, settings: sections.Lora) -> Any:
         lora_dropout=0.0,  # the ratio of a policy to itself has to be 1
         target_modules=layers,
         target_parameters=experts or None,
-        task_type="CAUSAL_LM",
     )
 
 
@@ -205,7 +231,8 @@ def _read_config(folder: Path) -> Any:
         found = PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"{folder / _CONFIG}: not an adapter's configuration: {error}") from error
-    more = [key for key in _PLAIN if getattr(found, key, None)]
+    headed = found.task_type == _SCORED and set(getattr(found, "modules_to_save", None) or ()) <= _HEADS
+    more = [key for key in _PLAIN if getattr(found, key, None) and not (headed and key == "modules_to_save")]
     more += ["bias"] if getattr(found, "bias", "none") != "none" else []
     if not isinstance(found, LoraConfig) or more:
         kind = f"{found.peft_type} " + "".join(f"with {key}" for key in more[:1])
@@ -240,7 +267,10 @@ def _fill(model: Any, folder: Path, sha256: str) -> None:
             f"now ({sha256[:12]}): give back the base that it was trained on"
         )
     try:
-        result: Any = set_peft_model_state_dict(model, tensors)
+        # The output layer of a classifier is no part of `model`, whose layers these are.
+        result: Any = set_peft_model_state_dict(
+            model, {n: w for n, w in tensors.items() if n.partition(".")[0] not in _HEADS}
+        )
     except RuntimeError as error:
         raise InputError(f"{folder / _WEIGHTS}: it does not fit the base model: {error}") from error
     lacking = [name for name in result.missing_keys if _is_adapters(name)]
@@ -360,15 +390,3 @@ class Reference:
         finally:
             for p, w in now.items():
                 p.data = w
-
-
-# ------------------------------------------------------------------------------ how fast it learns
-
-
-def learning_rate(full: float, width: int) -> float:
-    """The rate of an adapter where `full` is that of training all weights: 10 full (2000 / D)^0.5.
-
-    Ten times: "LoRA Without Regret", for supervised and reinforcement learning. The power of the width: between those
-    that tinker-cookbook (`hyperparam_utils.get_lr`) fitted to Llama (0.78) and Qwen (0.08). Rounded to two digits.
-    """
-    return float(f"{10 * full * (2000 / width) ** 0.5:.1e}")

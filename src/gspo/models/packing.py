@@ -17,28 +17,32 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from gspo.models.lora import adapted_layers, merged_weight, parameter_of
+from gspo.models.native import Kernels
+
+_FEW = 256
+"""Tokens up to which the kernels, which re-order nothing, are faster than torch's product."""
 
 
 class PackedWeights:
     """Copies of the weights of adapted layers, merged, and of all plain linear layers in bfloat16 on a CPU if torch can.
 
-    oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
+    With `kernels` plain layers need no copies: those read a weight as it lies. Else, oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
     product. The sums are those of the plain layer. Parameters, state dict and gradients are untouched, and so is a
-    forward outside the context. A merged weight in bfloat16 on a CPU costs nothing more, since a plain one is copied, too.
+    forward outside the context. Without kernels, a merged weight in bfloat16 costs nothing more, since a plain one is copied, too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         adapted = [layer for _, layer in adapted_layers(model)]
         inside = {id(m) for layer in adapted for m in layer.modules()}
         with torch.no_grad():
             # Not by assignment later on, which nn.Module makes slow.
             self._stand_ins = [
-                (m.__dict__, "forward", _forward(m.weight, m.bias))
+                (m.__dict__, "forward", forward)
                 for m in model.modules()
-                if type(m) is nn.Linear and id(m) not in inside and _reordered(m.weight) and _works()
+                if type(m) is nn.Linear and id(m) not in inside and (forward := _fast(m.weight, m.bias, kernels))
             ]
             for layer in adapted:
-                self._stand_ins += _merged(layer)
+                self._stand_ins += _merged(layer, kernels)
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
@@ -56,14 +60,26 @@ class PackedWeights:
                 attributes[name] = before
 
 
-def _merged(layer: Any) -> list[tuple[dict[str, Any], str, Any]]:
+def _merged(layer: Any, kernels: Kernels | None) -> list[tuple[dict[str, Any], str, Any]]:
     """What stands in for an adapted layer: the layer under it, with its merged weight."""
     base, weight = layer.get_base_layer(), merged_weight(layer)
     if not isinstance(base, nn.Linear):  # stacked experts: an attribute of theirs is found before the parameter
         return [(base.__dict__, parameter_of(layer), weight), (layer.__dict__, "forward", base.__call__)]
-    if _reordered(weight) and _works():
-        return [(layer.__dict__, "forward", _forward(weight, base.bias))]
-    return [(layer.__dict__, "forward", partial(linear, weight=weight, bias=base.bias))]
+    plain = partial(linear, weight=weight, bias=base.bias)
+    return [(layer.__dict__, "forward", _fast(weight, base.bias, kernels) or plain)]
+
+
+def _fast(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) -> Callable[[Tensor], Tensor] | None:
+    if kernels is not None and kernels.multiplies(weight):
+        return partial(_read_as_it_lies, weight=weight.detach(), bias=bias, kernels=kernels)
+    return _forward(weight, bias) if _reordered(weight) and _works() else None
+
+
+def _read_as_it_lies(x: Tensor, *, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > _FEW or bias is not None:
+        return linear(x, weight, bias)
+    return kernels.product(rows, weight).view(*x.shape[:-1], -1)
 
 
 def _reordered(weight: Tensor) -> bool:

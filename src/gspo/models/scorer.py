@@ -1,7 +1,8 @@
 """A name in, a model that gives one number a text: a sequence classifier of transformers with packed attention.
 
 In: the `model` section of the configuration, which names a language model, or a classifier to go on from. Out: a
-`Policy` whose model is the classifier. The stage `reward_model` calls `load_scorer`, and its learner `trained_scores`.
+`Policy` whose model is the classifier. The stage `reward_model` calls `load_scorer`, and its learner `trained_scores`;
+who judges with an adapter's folder, or exports it, calls `merged_scorer`.
 
 Letters: T tokens of the packed row, N chosen positions, D hidden size.
 """
@@ -52,32 +53,56 @@ def trained_scores(model: Any, *, tokens_T: Tensor, position_T: Tensor, layout: 
     return seen[0][0, :, 0].index_select(0, source_N)
 
 
-def load_scorer(model: config.Model) -> Policy:
-    """The model that `model` names as a classifier with one output.
+def load_scorer(model: config.Model, *, seed: int = 0) -> Policy:
+    """The model that `model` names as a classifier with one output, with its adapter if it has one; `seed` is of a fresh one.
 
-    The layers of a language model get a score of zero for every text: its first loss is log 2, and nothing of the
-    start is random. A classifier keeps its own.
+    The layers of a language model get a score of zero for every text: its first loss is log 2. A classifier, or the
+    adapter of one, keeps its own. Beside an adapter the score is trained whole: what is 0 has no use for a low rank.
 
     Raises:
-        InputError: as `load_policy`; an adapter; a classifier of several classes; a family without a classifier in transformers.
+        InputError: as `load_policy`; a classifier of several classes; a family without a classifier in transformers.
     """
-    if lora.asked(model).adapted:
-        raise InputError(
-            "model.lora: a reward model is saved as a classifier of its own, which an adapter's folder is not: train all its weights"
-        )
-    checkpoint = find(model)
-    trained = _classifier(checkpoint, model.name)
+    asked = lora.asked(model)
+    checkpoint = find(asked.base)
+    trained = _classifier(checkpoint, asked.base.name)
     if trained is not None:
         checkpoint = replace(checkpoint, model=lambda: _as_language_model(trained))
     # As a language model first: what is checked and put into its layers there holds for the classifier too.
-    policy = load_policy(model, checkpoint)
+    policy = load_policy(model, checkpoint, seed=seed, scored=True)
     weight = None if trained is None else trained.score.weight.detach()
+    if asked.scored and asked.start is not None:
+        weight = lora.read(asked.start)[0].get("score.weight")
+        if weight is None or len(weight) != 1:
+            raise InputError(f"{asked.start}: the adapter of a classifier that does not give one number (num_labels=1)")
     scorer = _with_score(policy.model, weight, model.name)
+    adapter = lora.adapter_of(policy.model)
+    if adapter is not None:
+        lora.keep_head(scorer, adapter, "score")
+        words = policy.announcement.removeprefix("policy").replace("; trained: ", "; trained: the score and ")
+        return replace(policy, model=scorer, announcement=f"reward model{words}")
     before, sha256 = policy.source.sha256, weights_sha256(scorer)
     words = policy.announcement.removeprefix("policy").replace(before[:12], sha256[:12])
     return replace(
         policy, model=scorer, source=replace(policy.source, sha256=sha256), announcement=f"reward model{words}"
     )
+
+
+def merged_scorer(model: config.Model) -> Policy:
+    """The classifier that an adapter's folder and its base make together, as a plain model of transformers.
+
+    Raises InputError as `load_scorer`, and for the adapter of a language model.
+    """
+    if not lora.asked(model).scored:
+        raise InputError(
+            f"{model.name}: the adapter of a language model, not of a sequence classifier: it has no score"
+        )
+    policy = load_scorer(model)
+    lora.merge(policy.model).set_attn_implementation("sdpa")
+    # transformers scores the last token that is not padding: it must be one that ends no answer, or none.
+    own = policy.tokenizer.pad_token_id
+    settings = policy.model.config
+    settings.pad_token_id = settings.get_text_config().pad_token_id = None if own in policy.stop_ids else own
+    return policy
 
 
 def _classifier(checkpoint: Checkpoint, name: str) -> Any | None:

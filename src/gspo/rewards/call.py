@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -62,6 +62,8 @@ class FromFile:
     path: Path
     name: str
     source: bytes
+    asynchronous: bool = False
+    """Whether calling the function gives something to wait for."""
 
     def load(self) -> Any:
         """The function. Raises whatever running the file raises, and AttributeError if it has no such name."""
@@ -93,7 +95,8 @@ def importable(folder: Path) -> Iterator[None]:
 class Call:
     """A function and where each of its parameters comes from."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | FromFile
+    """Of a file, a worker loads it: it is not called where it is a `FromFile`."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Column of each parameter."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -109,14 +112,16 @@ class Call:
 
     @property
     def asynchronous(self) -> bool:
-        return is_async(self.function)
+        return self.function.asynchronous if isinstance(self.function, FromFile) else is_async(self.function)
 
     def __call__(self, item: Item) -> tuple[float | None, ...]:
         """Raises what the function raises, and TypeError or ValueError for what is no number."""
+        assert not isinstance(self.function, FromFile)
         return self._verdicts(item, self.function(self._first(item), **self._given(item), **self.fixed))
 
     async def awaited(self, item: Item) -> tuple[float | None, ...]:
         """The same for an async function."""
+        assert not isinstance(self.function, FromFile)
         found: Awaitable[Any] = self.function(self._first(item), **self._given(item), **self.fixed)
         return self._verdicts(item, await found)
 
@@ -145,7 +150,7 @@ class Call:
         if not self.group:
             return (verdict(found),)
         # None for a whole group is no verdict on any of its answers.
-        values = [None] * len(item.completions) if found is None else list(found)
+        values = [None] * len(item.completions) if found is None else _listed(found)
         if len(values) != len(item.completions):
             raise ValueError(
                 f"the reward function returned {len(values)} values for {len(item.completions)} completions: "
@@ -154,9 +159,26 @@ class Call:
         return tuple(verdict(value) for value in values)
 
 
+def _listed(found: Any) -> list[Any]:
+    """What a function over a group gave. Raises TypeError for what is no list."""
+    if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
+        raise TypeError(
+            f"the reward function returned {type(found).__name__} {found!r:.80}: one whose first parameter is named completions "
+            "gives a list with a number for each"
+        )
+    return list(found)
+
+
 def is_async(function: Any) -> bool:
     """Whether calling it gives something to wait for."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _short(value: object) -> str:
+    try:
+        return f"{value!s:.80}"
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a whole number of thousands of digits"
 
 
 def verdict(value: object) -> float | None:
@@ -175,14 +197,12 @@ def verdict(value: object) -> float | None:
         raise TypeError(
             f"the reward function returned {type(value).__name__} {value!r:.80}, not a number or None{hint if one else ''}"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        number = math.inf
     if not abs(number) <= LARGEST:  # nan is not
         raise ValueError(
-            f"the reward function returned {value}: a reward is finite, within {LARGEST:g} of 0, or None where there is no verdict"
+            f"the reward function returned {_short(value)}: a reward is finite, within {LARGEST:g} of 0, or None where there is no verdict"
         )
     return number
-
-
-def last_lines(error: BaseException) -> str:
-    """The end of a traceback: the frame that raised, and the message."""
-    return "".join(traceback.format_exception(error)[-3:]).rstrip()

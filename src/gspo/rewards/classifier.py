@@ -1,5 +1,7 @@
 """A reward model: a sequence classifier of transformers with one output, its own tokenizer and its own chat template.
 
+Its folder holds the whole model, or an adapter (LoRA) that names its base; the two are then merged when they are loaded.
+
 In: answers. Out: the classifier's number for each. `ready.py` makes a `RewardModel` of `reward_model:FOLDER`; `score.py`
 gives it all answers of a step, which it judges in batches of about equal length.
 """
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo.config import Model
 from gspo.errors import InputError
 from gspo.hub import out_of_reach
 from gspo.rewards.call import Item
@@ -106,11 +109,21 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from gspo.models.load import without_progress_bars
+    from gspo.models.lora import is_adapter
     from gspo.models.runs import no_checkpoint
+    from gspo.models.scorer import merged_scorer
 
-    if wrong := no_checkpoint(Path(name)):
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder = Path(name).expanduser()
+    if wrong := no_checkpoint(folder):
         raise InputError(f"{where}: {wrong}")
-    silent = None if Path(name).exists() else out_of_reach()
+    if is_adapter(folder):
+        try:
+            policy = merged_scorer(Model(name=str(folder), device=place, dtype="float32"))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        return policy.model.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    silent = None if folder.exists() else out_of_reach()
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -127,7 +140,6 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
         raise InputError(
             f"{where}: {name} has {config.num_labels} classes; a reward model gives one number (num_labels=1)"
         )
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         dtype = torch.float32 if place.startswith("cpu") else "auto"
         with without_progress_bars():

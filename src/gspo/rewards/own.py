@@ -1,22 +1,26 @@
 """A user's reward function: found in a file or given from Python, and matched with the columns that its parameters name.
 
 In: what the user gave, and the `Rows` that it will judge. Out: a `Call`, and the file that it came from. `load.py` calls
-`own`.
+`own`. A file is never run in this process: workers run it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gspo.errors import InputError
-from gspo.rewards.call import Call, FromFile, last_lines
+from gspo.rewards.call import Call, FromFile, Item
+from gspo.rewards.look import Look, Seen
+from gspo.rewards.process import Pooled
+from gspo.rewards.runner import START_SECONDS, Pool
 from gspo.tasks.data import Rows
+from gspo.types import Status
 
 SPECIAL = {
     "rendered_prompt": "the prompt as the model saw it",
@@ -37,20 +41,28 @@ def own(function: str | Callable[..., Any], rows: Rows, known: Iterable[str]) ->
     Raises:
         InputError: no such file or function; a parameter that cannot be given; a null column.
     """
-    source = from_file(function, known) if isinstance(function, str) else None
-    found = function if source is None else load_here(source)
-    name = str(getattr(found, "__name__", type(found).__name__))
-    where = f"reward={function}" if isinstance(function, str) else f"reward function {name}"
-    if not callable(found):
-        raise InputError(f"{where}: is {type(found).__name__}, not a function")
-    return name, _with_columns(found, rows, where), source
+    if isinstance(function, str):
+        source, seen = from_file(function, known)
+        if not seen.callable:
+            raise InputError(f"reward={function}: is {seen.kind}, not a function")
+        source = replace(source, asynchronous=seen.asynchronous)
+        return seen.name, _with_columns(source, seen.signature, rows, f"reward={function}"), source
+    name = str(getattr(function, "__name__", type(function).__name__))
+    where = f"reward function {name}"
+    if not callable(function):
+        raise InputError(f"{where}: is {type(function).__name__}, not a function")
+    return name, _with_columns(function, lambda: inspect.signature(function), rows, where), None
 
 
 # ------------------------------------------------------------------------------ files
 
 
-def from_file(function: str, known: Iterable[str], key: str = "reward") -> FromFile:
-    """The file and function that `file.py:name` names. Raises InputError, which says under which `key` it was named."""
+def from_file(function: str, known: Iterable[str], key: str = "reward") -> tuple[FromFile, Seen]:
+    """The file and function that `file.py:name` names, and what a worker saw of it.
+
+    Raises InputError, which says under which `key` it was named: no such file or name; a file that cannot be run, or that
+    has not come to an end within `START_SECONDS`.
+    """
     file, _, name = function.rpartition(":") if ":" in function else (function, "", "")
     what = {"reward": "rule"}.get(key, key.rpartition(".")[2].rstrip("s"))
     if not file.endswith(".py") and file != "python":
@@ -71,37 +83,42 @@ def from_file(function: str, known: Iterable[str], key: str = "reward") -> FromF
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else f" (the current folder is {Path.cwd()})"
         raise InputError(f"{key}={function}: no such file: {path}{hint}")
     source = FromFile(path.resolve(), name, path.read_bytes())
-    try:
-        module = _module(source)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{key}={function}: importing {source.path} failed:\n{last_lines(error)}") from error
-    if not name or not hasattr(module, name):
-        own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
-        near = get_close_matches(name, own, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(own) or 'no function'}"
+    seen = _seen(source, f"{key}={function}")
+    if not seen.exists:
+        near = get_close_matches(name, seen.functions, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(seen.functions) or 'no function'}"
         lacks = f"no function {name!r} in {path}" if name else f"name the function: {path}:NAME"
         raise InputError(f"{key}={function}: {lacks}{hint}")
-    return source
-
-
-def load_here(source: FromFile) -> Any:
-    """The function, in this process."""
-    return getattr(_module(source), source.name)
+    return source, seen
 
 
 @cache
-def _module(source: FromFile) -> ModuleType:
-    """A file is run once for all rewards that name it."""
-    return source.module()
+def _seen(source: FromFile, where: str) -> Seen:
+    pool = Pool([Pooled(str(source.path), Look(source))], workers=1, timeout=START_SECONDS)
+    try:
+        outcome = pool.results(pool.submit(0, [Item(("",), (0,), {}, "")]))[0]
+    finally:
+        pool.close()
+    if outcome.status is Status.TIMEOUT:
+        raise InputError(
+            f"{where}: importing {source.path} has not come to an end within {START_SECONDS:g} s: what takes long, or never "
+            "ends, belongs inside the function"
+        )
+    if outcome.status is Status.CRASHED:
+        end = "\n".join((outcome.error or "").strip().splitlines()[-6:])
+        raise InputError(f"{where}: importing {source.path} failed:\n{end}")
+    return Seen(**outcome.values[0])
 
 
 # ------------------------------------------------------------------------------ columns
 
 
-def _with_columns(function: Callable[..., Any], rows: Rows, where: str) -> Call:
+def _with_columns(
+    function: Callable[..., Any] | FromFile, signature: Callable[[], inspect.Signature], rows: Rows, where: str
+) -> Call:
     """`function` with the columns that its parameters name. Raises InputError if one cannot be given."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(signature().parameters.values())
     except ValueError as error:
         raise InputError(
             f"{where}: its parameters cannot be read ({error}); wrap it in a function (completion, **columns)"

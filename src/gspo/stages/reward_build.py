@@ -37,6 +37,11 @@ class Inputs:
     def prompts(self) -> list[Prompt]:
         return [each.prompt for each in self.pairs]
 
+    @property
+    def code(self) -> Mapping[str, str]:
+        """No reward is asked."""
+        return {}
+
     @cached_property
     def sha256(self) -> Mapping[str, str]:
         """Of all columns of the rows, those to learn and those held out: a resumed run has to find the same."""
@@ -74,8 +79,7 @@ def build(
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
 
     def load(model: Model, *, seed: int) -> Policy:
-        del seed  # nothing of a classifier's start is random
-        policy = load_scorer(model)
+        policy = load_scorer(model, seed=seed)
         _as_shown(policy.tokenizer, run)
         _set_padding(policy, inputs)
         return policy

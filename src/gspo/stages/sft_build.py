@@ -12,9 +12,10 @@ from pathlib import Path
 
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
-from gspo.inputs import Row, surroundings
+from gspo.inputs import Row, code_of, surroundings
 from gspo.models.load import Policy, load_policy, load_tokenizer
 from gspo.place import Place
+from gspo.rewards.call import FromFile
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.runner import Pool
 from gspo.rewards.score import Scorer
@@ -38,6 +39,8 @@ class Inputs:
     notes: tuple[str, ...]
     pool: Pool | None = None
     """The processes of the reward functions, if they need any."""
+    files: tuple[FromFile, ...] = ()
+    """Of reward functions: the user's own."""
 
     def close(self) -> None:
         """End the processes of the reward functions."""
@@ -47,6 +50,11 @@ class Inputs:
     @property
     def prompts(self) -> list[Prompt]:
         return [each.prompt for each in self.answers]
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """The sha256 of each of the user's own files."""
+        return code_of(self.files)
 
     @cached_property
     def sha256(self) -> Mapping[str, str]:
@@ -74,7 +82,8 @@ def read_inputs(run: Sft, *, rows: Sequence[Row] | None = None, eval_rows: Seque
     (reward,), pool = open_scorers(
         [(found, held_out)], run.judging
     )  # last, so that nothing refused leaves a process behind
-    return Inputs(learned.rows, test.rows, reward, tuple(notes), pool)
+    files = tuple(each.source for each in found if each.source is not None)
+    return Inputs(learned.rows, test.rows, reward, tuple(notes), pool, files)
 
 
 def build(

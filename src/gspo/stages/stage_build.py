@@ -17,7 +17,7 @@ from gspo import presets
 from gspo.build import about, go_on, open_policy, start, with_learning_rate
 from gspo.console import Console
 from gspo.errors import InputError
-from gspo.inputs import Row
+from gspo.inputs import Row, changed_code
 from gspo.journal import Lines
 from gspo.learner import Learner
 from gspo.metrics import Metrics
@@ -46,6 +46,11 @@ class StageInputs(Protocol):
 
     @property
     def notes(self) -> Sequence[str]: ...
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """The sha256 of each of the user's own files."""
+        ...
 
     @property
     def sha256(self) -> Mapping[str, str]:
@@ -99,6 +104,8 @@ def prepared(run: AnyStage, inputs: StageInputs, place: Place, *, what: str, loa
     )
     for note in inputs.notes:
         console.say(f"note: {note}")
+    for change in changed_code(inputs.code, place.about):
+        console.say(f"warning: {change}")
     policy, threads = open_policy(run, place, console, load)
     run = with_learning_rate(run, policy, console)
     return Prepared(run, policy, threads, console)
@@ -127,7 +134,7 @@ def parts(
         checkpoints = Store(folder, run.checkpoint.keep)
         undo.callback(checkpoints.close)
         progress = (
-            start(run, folder, about(run, policy, ready.threads, inputs.sha256))
+            start(run, folder, about(run, policy, ready.threads, inputs.sha256) | {"code": dict(inputs.code)})
             if saved is None
             else go_on(run, learner, saved, console)
         )

@@ -13,6 +13,9 @@ from typing import Any, ClassVar, TypeVar
 from gspo.errors import InputError
 from gspo.tasks.task import DEFAULT_ROWS, HELD_OUT, Side, limit_key, shuffled
 
+DIGITS = 18
+"""Most of an operand: those of larger numbers have no place in a model's answer, nor their pairs in a float64."""
+
 
 @dataclass(frozen=True)
 class Addition:
@@ -40,6 +43,7 @@ class Addition:
         """
         held_out = min(max(round(self.held_out * self.pairs), 1), self.pairs - 1)
         places = range(held_out) if side == "held_out" else range(held_out, self.pairs)
+        total = places.stop - places.start  # `len` stops at 2^63
         most = limit or DEFAULT_ROWS[side]
         rows: list[dict[str, Any]] = []
         for place in places:
@@ -48,8 +52,8 @@ class Addition:
             rows += [self.row(self.low + x, self.low + y) for x, y in both]
             if len(rows) >= most:
                 break
-        cut = limit is None and (len(rows) > most or place != places[-1])
-        said = f"{most} of about {2 * len(places)} {side.replace('_', '-')} {self.what}"
+        cut = limit is None and (len(rows) > most or place != places.stop - 1)
+        said = f"{most} of about {2 * total} {side.replace('_', '-')} {self.what}"
         note = f"{self.name} of {self.low}..{self.high}: {said}; {limit_key(side)} sets how many"
         return rows[:most], (note,) if cut else ()
 
@@ -70,11 +74,11 @@ def parse_as(kind: type[A], arguments: str) -> A:
     """A task on pairs of numbers from `LOW-HIGH`. Raises InputError for words that are none."""
     if not arguments:
         return kind()
-    found = re.fullmatch(r"(-?\d+)-(-?\d+)", arguments)
+    found = re.fullmatch(rf"(-?\d{{1,{DIGITS}}})-(-?\d{{1,{DIGITS}}})", arguments)
     where = f"data={kind.name}:{arguments}"
     if found is None:
         raise InputError(
-            f"{where}: the task is written {kind.name}:LOW-HIGH, smallest and largest operand, as in {kind.name}:1-9"
+            f"{where}: the task is written {kind.name}:LOW-HIGH, smallest and largest operand, of at most {DIGITS} digits, as in {kind.name}:1-9"
         )
     task = kind(int(found[1]), int(found[2]))
     if task.low > task.high:

@@ -31,5 +31,5 @@ def find(source: str) -> Task | None:
 def refuse_near(source: str) -> None:
     """Raise InputError if `source` looks like the name of a task, misspelt."""
     name, colon, arguments = source.partition(":")
-    if near := get_close_matches(name, TASKS, n=1, cutoff=0.75):
+    if near := get_close_matches(name.lower(), TASKS, n=1, cutoff=0.75):
         raise InputError(f"data.source={source}: no such task; did you mean {near[0] + colon + arguments!r}?")

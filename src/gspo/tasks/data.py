@@ -156,7 +156,14 @@ def _existing(source: str) -> Path:
     path = Path(source)
     if path.is_file():
         return path
-    raise InputError(f"data: {source}: no such file.{_near_file(path)}")
+    raise InputError(f"data: {source}: {_no_file(path)}")
+
+
+def _no_file(path: Path) -> str:
+    """Why `path` is no file."""
+    if path.is_dir():
+        return "is a folder: name a file in it"
+    return "is no file with rows in it" if path.exists() else f"no such file.{_near_file(path)}"
 
 
 def _near_file(path: Path) -> str:
@@ -178,7 +185,9 @@ def _from_jsonl(path: Path, limit: int | None) -> Rows:
                 continue
             where = f"{path}: line {number} (row {len(rows)})"
             try:
-                row = json.loads(raw.decode("utf-8-sig"))
+                row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_once)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
             except (ValueError, RecursionError) as error:
                 raise InputError(
                     f'{where}: not valid JSON: {error}. Each line is one object, as in {{"prompt": ...}}'
@@ -192,12 +201,25 @@ def _from_jsonl(path: Path, limit: int | None) -> Rows:
     return _collect(str(path), rows, lines=tuple(lines))
 
 
+def _once(pairs: list[tuple[str, Any]]) -> Row:
+    """A JSON object; that a key stands twice is not for us to settle. Raises InputError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"the key {twice!r} stands in it twice: leave one")
+    return found
+
+
 def _from_parquet(path: Path, limit: int | None) -> Rows:
     import datasets
+    from pyarrow.parquet import read_metadata
 
     # A cache of its own that is gone afterwards, so that a changed file can never give its old rows.
     with TemporaryDirectory() as cache, _quiet():
         try:
+            if not read_metadata(path).num_rows:  # of which `datasets` says that its batches are too small
+                return _collect(str(path), [])
             table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
         except (datasets.exceptions.DatasetsError, ValueError, OSError, NotImplementedError) as error:
             raise InputError(f"{path}: not a readable Parquet file: {error.__cause__ or error}") from error
@@ -208,12 +230,13 @@ def _from_hub(data: Data) -> Rows:
     """`owner/name`, or `owner/name:configuration` where a data set has several."""
     source, _, configuration = data.source.partition(":")
     path = Path(data.source)
+    if not data.source.strip():
+        raise InputError("data: no source is named: give a file, a task (`gspo tasks` lists them) or a hub data set")
     builtin.refuse_near(data.source)
     if path.is_file():
         raise InputError(f"data: {path}: cannot read files of this kind; the name must end in {', '.join(_READERS)}")
     if path.is_dir() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
-        what = "is a folder: name a file in it" if path.is_dir() else f"no such file.{_near_file(path)}"
-        raise InputError(f"data: {data.source}: {what}")
+        raise InputError(f"data: {data.source}: {_no_file(path)}")
     silent = out_of_reach()
     import datasets
 

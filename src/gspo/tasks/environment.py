@@ -82,8 +82,16 @@ def factory(found: Any) -> Factory:
 
 
 def wanted(found: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `columns`, those that the beginning of a conversation takes. `found` is `reset`, or a generator function."""
+    """Of `columns`, those that the beginning of a conversation takes. `found` is `reset`, or a generator function.
+
+    Raises TypeError if it needs one that there is not.
+    """
     parameters = list(inspect.signature(found).parameters.values())
+    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for p in parameters[1:]:  # the first takes the seed
+        if p.default is inspect.Parameter.empty and p.kind not in fixed and (p.name == "seed" or p.name not in columns):
+            there = ", ".join(name for name in columns if name != "seed") or "none"
+            raise TypeError(f"the beginning takes the column {p.name!r}, and there are {there}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return {name: value for name, value in columns.items() if name != "seed"}
     return {p.name: columns[p.name] for p in parameters if p.name != "seed" and p.name in columns}

@@ -25,6 +25,10 @@ _TRIES = 5
 """A server that has no session free is asked again, after 1, 2, 4, ... tenths of a second."""
 
 
+class _FullError(ConnectionError):
+    """The server has no session free."""
+
+
 class OpenEnv:
     """A session of a server."""
 
@@ -42,7 +46,7 @@ class OpenEnv:
                 self._socket = self._open.enter_context(self._connected())
                 found = self._ask("reset", {"seed": seed})
                 return self.render(found.get("observation") or {})
-            except ConnectionError:
+            except _FullError:
                 self.close()
                 if wait == _TRIES - 1:
                     raise
@@ -91,6 +95,6 @@ class OpenEnv:
             raise ConnectionError(f"{self._url} closed the connection before it answered {kind}: {error}") from error
         data = found.get("data") or {}
         if found.get("type") == "error":
-            kind_of = ConnectionError if data.get("code") == "CAPACITY_REACHED" else RuntimeError
+            kind_of = _FullError if data.get("code") == "CAPACITY_REACHED" else RuntimeError
             raise kind_of(f"{self._url} refused {kind}: {data.get('message', data)}")
         return data

@@ -117,7 +117,7 @@ def parse(arguments: str) -> Preferences:
     """The task that `N` describes; nothing stands for 5. Raises InputError for anything else."""
     if not arguments:
         return Preferences()
-    if not re.fullmatch(r"\d+", arguments) or not FEWEST <= int(arguments) <= MOST:
+    if not re.fullmatch(r"\d{1,4}", arguments) or not FEWEST <= int(arguments) <= MOST:
         raise InputError(
             f"data=preferences:{arguments}: the task is written preferences:N, with {FEWEST} to {MOST} letters, as in preferences:5"
         )

@@ -65,7 +65,7 @@ def parse(arguments: str) -> Sort:
     if not arguments:
         return Sort()
     words = arguments.split(",")
-    if not all(re.fullmatch(r"\d+", word) and 1 <= int(word) <= LONGEST for word in words):
+    if not all(re.fullmatch(r"\d{1,4}", word) and 1 <= int(word) <= LONGEST for word in words):
         raise InputError(
             f"data=sort:{arguments}: the task is written sort:N, with 1 to {LONGEST} letters, or sort:N,M,... for several "
             "lengths in turn, as in sort:8 or sort:5,8,10"

@@ -82,7 +82,8 @@ class Verifiers:
         """What is said next; None: it is over. Raises what the environment raised."""
         assert self._episode is not None
         self._said = asyncio.get_running_loop().create_future()
-        await asyncio.wait({self._said, self._episode}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {self._said, self._episode}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._said.done():
             return self._said.result()
         self._episode.result()

@@ -10,14 +10,14 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from gspo.errors import InputError
+from gspo.runfile import read_lines, read_settings
 
 Metrics = dict[str, Any]
 
@@ -73,20 +73,26 @@ def require_run(folder: Path) -> None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """run.yaml as it stands."""
+    """run.yaml as it stands. Raises InputError if it is damaged."""
     require_run(folder)
-    return dict(yaml.safe_load((folder / "run.yaml").read_text()))
+    return read_settings(folder / "run.yaml")
+
+
+@contextmanager
+def taken_as_whole(folder: Path) -> Iterator[None]:
+    """Inside, run.yaml and the lines of the journal are taken to hold what runs write. Raises InputError if they do not."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder}: run.yaml or journal.jsonl is damaged: it lacks what a run writes ({type(error).__name__}: {error})"
+        ) from error
 
 
 def journal(folder: Path) -> list[Metrics]:
     """The complete lines of the journal. Raises InputError if there is no run, or a line is damaged."""
     require_run(folder)
-    path = folder / "journal.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise InputError(f"{path}: a line of it is damaged ({error}): mend or remove that line") from error
+    return read_lines(folder / "journal.jsonl")
 
 
 def record_file(folder: Path, step: int, *, evaluation: bool = False) -> Path:
@@ -114,13 +120,17 @@ def groups_in(path: Path) -> list[list[Answer]]:
 
 def answers_in(path: Path) -> Iterator[Answer]:
     """The answers of a file of the record, in their order. Raises InputError if it is damaged."""
+    empty = True
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
+                empty = False
                 plain = json.loads(line)
                 yield Answer(**{name: plain[name] for name in _FIELDS if name in plain})
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise InputError(f"{path}: damaged, or cut off while it was written ({error})") from error
+    if empty:
+        raise InputError(f"{path}: damaged: there is not one answer in it")
 
 
 _LINES = 4

@@ -71,15 +71,20 @@ def report_of(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def page(folder: Path) -> str:
-    """The report. Raises InputError if there is no run, or its journal is damaged."""
+    """The report. Raises InputError if there is no run, or a file of it is damaged."""
     lines = files.journal(folder)
     name = folder.resolve().name
-    body = (
+    with files.taken_as_whole(folder):
+        body = _body(folder, name, lines)
+    return document(f"gspo: {name}", body, _STYLE)
+
+
+def _body(folder: Path, name: str, lines: Sequence[Metrics]) -> str:
+    return (
         f"<h1>{escape(name)}</h1>{_summary(folder, lines)}"
         f'<h2>Curves</h2><div class="charts">{"".join(_charts(lines))}</div>'
         f"<h2>Verdicts</h2>{_verdicts(lines)}{_guarded(lines)}<h2>Answers</h2>{_samples(folder)}"
     )
-    return document(f"gspo: {name}", body, _STYLE)
 
 
 def _summary(folder: Path, lines: Sequence[Metrics]) -> str:

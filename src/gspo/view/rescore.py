@@ -43,15 +43,15 @@ def rescore(
 
     Raises:
         InputError: no run, nothing recorded, a reward that cannot be used with its columns, or an `out` that exists or
-            lies in the run.
+            lies in the run, or cannot be written.
         RunError: the function failed on more of a step's answers than `judging.max_failed`.
     """
     steps = files.steps_recorded(folder, evaluation=evaluation)
     files.require_run(folder)
     if not steps:
         raise InputError(f"{folder}: no answers are recorded{' of evaluations' if evaluation else ''}")
-    if out is not None and (out.exists() or folder.resolve() in out.resolve().parents):
-        raise InputError(f"{out}: exists, or lies in the run: give another file")
+    if out is not None:
+        _require_new(out, folder)
     recorded = {step: files.groups_in(files.record_file(folder, step, evaluation=evaluation)) for step in steps}
     settings = files.settings_of(folder)
     rows = _rows(folder, recorded.values())
@@ -77,6 +77,17 @@ def _around(rows: Rows, settings: Mapping[str, Any], judging: Judging, steps: It
         limit = check({key: value for key, value in settings.items() if key != "about"}, "run.yaml").longest
     earned = any(answer.earned is not None for groups in steps for group in groups for answer in group)
     return Around(rows, data["prompt"], data["system"], limit, judging, environment=earned)
+
+
+def _require_new(out: Path, folder: Path) -> None:
+    """Raise InputError, before anything is judged, if `out` cannot be written."""
+    if out.exists() or folder.resolve() in out.resolve().parents:
+        raise InputError(f"{out}: exists, or lies in the run: give another file")
+    try:
+        out.open("x").close()
+        out.unlink()
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror}): give a file in a folder that exists") from error
 
 
 def _rows(folder: Path, steps: Iterable[list[list[Answer]]]) -> Rows:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.errors import InputError
-from gspo.view.files import Answer, groups_in, journal, record_file, shared_beginning
+from gspo.view.files import Answer, groups_in, journal, record_file, shared_beginning, taken_as_whole
 
 
 def show(folder: Path, step: int | None, *, evaluation: bool, groups: int, out: Console) -> None:
@@ -32,7 +32,9 @@ def show(folder: Path, step: int | None, *, evaluation: bool, groups: int, out: 
         step = measured[-1]
     found = groups_in(record_file(folder, step, evaluation=evaluation))
     line = next((line for line in lines if line["step"] == step), None)
-    out.print(_head(folder, step, line, evaluation))
+    with taken_as_whole(folder):
+        head = _head(folder, step, line, evaluation)
+    out.print(head)
     shared = shared_beginning([group[0].prompt for group in found[:groups]])
     if shared:
         out.print(Panel(Text(shared.strip(), style="cyan"), title="every prompt begins with", title_align="left"))
