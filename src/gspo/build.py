@@ -44,7 +44,6 @@ from gspo.trackers import table
 from gspo.trackers.side import Trackers
 from gspo.types import Group
 
-R = TypeVar("R", Run, Sft, RewardRun)
 A = TypeVar("A", Run, Sft, RewardRun, Sft | RewardRun)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo import presets, written
-from gspo.config import RULES_OF_TASKS, RewardRule, Rules, Run, task_of
+from gspo.config import RULES_OF_TASKS, Eval, RewardRule, Run, task_of
 from gspo.errors import InputError
 from gspo.stage_config import AnyRun, RewardRun, Sft
 
@@ -216,12 +216,11 @@ def check_as(kind: type[R], tree: Tree, where: str) -> R:
 def rules(words: list[str]) -> tuple[RewardRule, ...]:
     """Rewards, each word written as `reward` is: a function, a rule, or a list of either. Raises InputError for what is none."""
     given = [_parse("reward", word, Run) for word in words]
+    listed = [rule for each in given for rule in (each if isinstance(each, list) else [each])]
     try:
-        return TypeAdapter(Rules).validate_python(
-            [rule for each in given for rule in (each if isinstance(each, list) else [each])]
-        )
+        return Eval.model_validate({"reward": listed}).reward or ()
     except ValidationError as error:
-        raise InputError("\n".join(f"--reward: {_explain(e, Run)}" for e in error.errors(include_url=False))) from None
+        raise InputError("\n".join(_explain(e, Run) for e in error.errors(include_url=False))) from None
 
 
 def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:
