@@ -441,7 +441,7 @@ def test_rewards_of_a_command_are_read_as_those_of_a_recipe():
     assert [(rule.function, rule.weight) for rule in read] == [
         ("number", 1.0), ("regex:a", 0.5), ("judge.py:score", 1.0), ("length", 2.0),
     ]  # fmt: skip
-    with pytest.raises(InputError, match="reward.wieght: no such key; did you mean 'reward.weight'"):
+    with pytest.raises(InputError, match=r"reward\.wieght: no such key; did you mean 'reward\.weight'"):
         settings.rules(["{function: number, wieght: 2}"])
 
 
