@@ -201,7 +201,7 @@ def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
             return read()
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
-        if not known and (why := out_of_reach()):
+        if not known and isinstance(error, OSError) and (why := out_of_reach()):  # it is nowhere
             raise InputError(
                 f"model={model.name}: no built-in name, no folder here, and {why}.{_nearest(model.name)}"
             ) from error
