@@ -248,5 +248,6 @@ def test_openings_that_are_alike_are_no_repeated_prompts(folder: Path) -> None:
 
 def test_a_model_without_a_template_is_not_told_of_tools_and_the_user_is(folder: Path) -> None:
     said = "only a chat template tells a model of its tools"
-    assert said in noted("data=addition:1-9", "conversation.tools=calculator")
-    assert said not in noted("data=addition:1-9")
+    tools = ("data=addition:1-9", "conversation.tools=calculator")
+    assert said in noted(*tools, "data.template=none")
+    assert said not in noted(*tools)
