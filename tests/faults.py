@@ -59,10 +59,8 @@ def start(folder: Path, hurt: Callable[[], None] | None = None, **keys: Any) -> 
     try:
         if hurt is not None:
             hurt()
-        done = list(folder.glob("checkpoints/[0-9]*/state.json"))
-        if not done:
-            shutil.rmtree(folder, ignore_errors=True)
-        result = gspo.train(resume=folder, **keys) if done else gspo.train("tiny", dir=folder, **{**KEYS, **keys})
+        begun = (folder / "run.yaml").is_file()
+        result = gspo.train(resume=folder, **keys) if begun else gspo.train("tiny", dir=folder, **{**KEYS, **keys})
         code = result.exit_code
     except gspo.InputError as error:
         print(f"error: {error}", flush=True)

@@ -136,7 +136,7 @@ def test_fine_tuning_an_adapter_learns_and_resumes(tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut, symlinks=True)
     shutil.rmtree(cut / "checkpoints" / "00000008")
-    from gspo.build import resumed_run
+    from gspo.place import resumed_run
 
     tune(build(resumed_run(Sft, cut, []), resume=cut))
     require_equal(whole, cut)

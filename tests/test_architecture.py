@@ -21,8 +21,8 @@ PACKAGE = Path(gspo.__file__).parent
 
 # Lowest first: a file may import only from lines above its own, or from its own room.
 ORDER = [
-    "errors", "types", "warden", "written", "trackers", "presets", "sections", "rates", "critic_config", "config", "stage_config", "settings", "keys", "machine", "stopping", "guard", "runfile", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
-    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "record", "metrics", "journal", "lock", "seal", "store", "critic", "rescue", "drift", "heartbeat", "console", "inputs", "advice", "fit",
+    "errors", "types", "warden", "written", "trackers", "presets", "sections", "rates", "critic_config", "config", "stage_config", "settings", "keys", "machine", "hub", "stopping", "guard", "runfile", "algorithms", "models", "tasks", "rewards", "engines", "conversations",
+    "rollout", "trees", "batch", "drawing", "ahead", "stats", "credit", "replay", "balance", "objectives", "learner", "evaluate", "record", "metrics", "journal", "lock", "seal", "store", "critic", "rescue", "drift", "heartbeat", "console", "inputs", "place", "advice", "fit",
     "view", "export", "preflight", "updates", "job", "build", "loop", "trial", "check", "stages", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

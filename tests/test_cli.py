@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,14 @@ def test_the_demo_ends_with_its_accuracy(tmp_path: Path, capsys: pytest.CaptureF
     last = out.splitlines()[-1]
     assert last.startswith("held-out accuracy: ")
     assert " -> " in last
+
+
+def test_a_reward_that_is_no_share_is_called_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["reward=overlong:20", "sampling.max_new_tokens=6", "eval.limit=4", "threads=1", "steps=1"]
+    code, out, err = run(capsys, "train", "tiny", f"dir={tmp_path / 'run'}", *words)
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith("held-out reward: -0.")
+    assert re.search(r"before training: held-out -0\.\d+ \(-\d\.\d\d to -\d\.\d\d\)", out)
 
 
 def test_a_run_that_cannot_go_on_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,9 @@ def test_the_folder_has_what_others_need_and_nothing_of_ours(run: Path, tmp_path
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= names
     assert not names & {"optimizer.safetensors", "state.json", "checksums.json", "settings.yaml"}
+    for folder in (tmp_path / "out", source):
+        modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+        assert len(set(modes.values())) == 1, f"safetensors makes its files for their owner alone: {modes}"
     masters = load_file(source / "model.safetensors")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == masters.keys()

@@ -91,10 +91,13 @@ def test_a_symptom_warns_and_is_an_alarm_only_while_the_reward_is_down(rule: str
     state, _ = after([{}] * 10)
     _, alone = after([symptom] * 8, state)
     assert actions(alone) == [("warn", rule)], "said once"
+    (said,) = [decision.text for decision in alone if decision.action == "warn"]
+    assert said.endswith("; the reward is not down, so nothing is done")
     fallen, before = after([DOWN] * 8, state)
     assert actions(before) == []
     _, both = after([{**symptom, **DOWN}] * ACT_AFTER, fallen)
     assert actions(both) == [("warn", rule), ("rollback", rule)]
+    assert not any("nothing is done" in decision.text for decision in both)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,11 @@ from safetensors.torch import load_file, save_file
 import gspo
 from gspo import cli, settings
 from gspo.build import build
+from gspo.config import Run
+from gspo.lock import Lock
 from gspo.loop import train as loop
+from gspo.place import new_folder, resumed_run
+from gspo.store import write_run
 
 ROWS = [{"prompt": f"say {i}"} for i in range(6)]
 
@@ -28,8 +36,11 @@ def tiny(folder: Path, **keys: Any) -> Path:
     return gspo.train("tiny", dir=folder, **{**given, **keys}).folder
 
 
-def test_a_run_goes_on_only_with_the_rows_it_was_started_with(tmp_path: Path) -> None:
-    folder = tiny(tmp_path / "run", data=ROWS)
+def test_a_run_goes_on_only_with_the_rows_it_was_started_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny(tmp_path / "run", data=ROWS, eval={"every": 9})
+    assert "no checkpoint is the best: give eval_data=rows" in capsys.readouterr().out
     with pytest.raises(gspo.InputError, match="given from Python"):
         gspo.train(resume=folder, reward=digits, steps=3)
     with pytest.raises(gspo.InputError, match="not those that the run was started with"):
@@ -151,8 +162,6 @@ def test_best_is_put_right_if_the_run_was_killed_before_it_was_marked(tmp_path: 
 
 
 def test_a_signal_before_the_first_step_leaves_something_to_resume(tmp_path: Path) -> None:
-    import signal
-
     job = build(settings.load("tiny", [f"dir={tmp_path / 'run'}", "steps=2", "threads=1"]))
     job.stop.by = signal.SIGTERM
     result = loop(job)
@@ -231,3 +240,108 @@ def test_a_copy_of_a_run_goes_on_where_it_lies(tmp_path: Path) -> None:
     moved = Path(shutil.copytree(folder, tmp_path / "moved", symlinks=True))
     assert gspo.train(resume=moved, reward=digits, steps=3).folder == moved
     assert not (folder / "checkpoints" / "00000003").exists()
+
+
+def _killed(folder: Path, words: list[str], step: int) -> None:
+    """`gspo WORDS dir=FOLDER`, killed once the line of `step` is in its journal."""
+    log = folder.parent / "killed.log"
+    with log.open("w") as file:
+        run = subprocess.Popen([sys.executable, "-m", "gspo.cli", *words, f"dir={folder}"], stdout=file, stderr=file)
+    journal, until = folder / "journal.jsonl", time.monotonic() + 120
+    while not (journal.exists() and len(journal.read_text().splitlines()) >= step):
+        assert time.monotonic() < until, log.read_text()
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.005)
+    run.kill()
+    run.wait()
+
+
+def _said_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = cli.guarded(lambda: cli.app(words))
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+_SHORT = ["threads=1", "checkpoint.every=0"]
+_STAGES = {
+    "train": ["train", "tiny", "prompts_per_step=4", "group_size=4", "eval.every=0", *_SHORT],
+    "sft": ["sft", "tiny-dense", "eval.every=0", "batch_size=4", *_SHORT],
+    "reward": ["reward", "letters", "eval.every=0", "batch_size=4", *_SHORT],
+}
+
+
+@pytest.mark.parametrize("command", _STAGES)
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = _STAGES[command]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    _killed(run, [*words, "steps=200"], 2)  # far from its end, and so from its only checkpoint
+    journal = (run / "journal.jsonl").read_text()
+    code, said = _said_by([*words, f"dir={run}"], capsys)
+    assert code == 2
+    assert f"Continue it with `gspo {command} --resume {run}`" in said
+    code, said = _said_by([command, "--resume", str(run), "steps=4"], capsys)
+    assert code == 0, said
+    assert "no checkpoint had been written when this run ended, so it begins anew" in said
+    assert f"is set aside in {run / 'set-aside-1'}" in said
+    aside = (run / "set-aside-1" / "journal.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in aside.splitlines()] == [
+        json.loads(line)["step"] for line in journal.splitlines()
+    ]
+    assert _said_by([*words, "steps=4", f"dir={whole}"], capsys)[0] == 0
+    assert _steps(run) == _steps(whole)
+    assert len(_steps(run)) == 4
+
+
+def test_a_run_that_begins_anew_has_to_have_its_rows(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "run", data=ROWS)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(gspo.InputError, match="given from Python"):
+        gspo.train(resume=folder, reward=digits)
+    with pytest.raises(gspo.InputError, match="not those that the run was started with"):
+        gspo.train(resume=folder, reward=digits, data=ROWS[:3])
+    assert gspo.train(resume=folder, reward=digits, data=ROWS).step == 2
+
+
+def test_what_a_kill_before_run_yaml_leaves_is_a_free_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.lock").write_text("1\n")
+    (folder / "run.tmp").write_text("steps: 3")
+    assert new_folder(settings.load("tiny", [f"dir={folder}"])) == folder
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(gspo.InputError, match="not empty, and holds no run"):
+        new_folder(settings.load("tiny", [f"dir={folder}"]))
+
+
+def test_a_run_that_is_alive_is_named_by_its_process_before_anything_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = settings.load("tiny", [f"dir={folder}"])
+    write_run(folder, run, {})
+    held = Lock(folder)
+    with pytest.raises(gspo.InputError, match=r"another process works on this run \(pid "):
+        resumed_run(Run, folder, [])
+    held.close()
+    assert resumed_run(Run, folder, []) == run
+
+
+def test_a_run_of_python_is_gone_on_with_from_python(tmp_path: Path) -> None:
+    """Of a run whose rows or reward the command line does not have."""
+    folder = tmp_path / "run"
+    python = {"data": "python", "reward": digits, "dir": str(folder)}
+    for keys, given in (
+        (python, "resume='{}', data=rows, eval_data=rows, reward=function)"),
+        ({**python, "data": "addition:1-9"}, "resume='{}', reward=function)"),
+        ({**python, "reward": "number"}, "resume='{}', data=rows, eval_data=rows)"),
+    ):
+        write_run(folder, settings.load("tiny", keys=keys), {"command": "train"})
+        with pytest.raises(gspo.InputError) as caught:
+            new_folder(settings.load("tiny", [f"dir={folder}"]))
+        assert f"`gspo.train({given.format(folder)}`" in str(caught.value)

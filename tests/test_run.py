@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gspo
 from gspo import settings
-from gspo.build import new_folder
 from gspo.console import plan, sparkline
 from gspo.errors import InputError
+from gspo.place import new_folder
 
 Line = dict[str, Any]
 SHORT: dict[str, Any] = dict(steps=3, prompts_per_step=4, group_size=4, threads=1)

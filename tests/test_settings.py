@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -432,3 +433,35 @@ def test_an_adapter_is_asked_for_by_its_rank_or_any_of_its_keys(words, rank, tar
 def test_an_adapter_has_no_dropout_and_no_empty_rank():
     assert "model.lora.dropout: no such key" in refusal(None, ["model.lora.dropout=0.1"])
     assert "model.lora.rank" in refusal(None, ["model.lora=0"])
+
+
+def test_rewards_of_a_command_are_read_as_those_of_a_recipe():
+    words = ["[number, {function: 'regex:a', weight: .5}]", "judge.py:score", "{function: length, weight: 2}"]
+    read = settings.rules(words)
+    assert [(rule.function, rule.weight) for rule in read] == [
+        ("number", 1.0), ("regex:a", 0.5), ("judge.py:score", 1.0), ("length", 2.0),
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"reward\.wieght: no such key; did you mean 'reward\.weight'"):
+        settings.rules(["{function: number, wieght: 2}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("data: pairs.jsonl\nepochs: 2\n", "sft"),
+        ("data: {source: pairs.jsonl, answer: reply}\nbatch_size: 8\nepocs: 2\n", "sft"),
+        ("data: {source: pairs.jsonl, chosen: better}\ncentring: 0.01\n", "reward"),
+        ("steps: 3\nabout: {command: sft}\n", "sft"),
+    ],
+)
+def test_a_recipe_of_another_command_is_named(recipe, text, command):
+    path = recipe(text)
+    assert refusal(path) == (
+        f"{path}: a recipe of `gspo {command}`, and not of `gspo train`: start it with `gspo {command} {path}`"
+    )
+
+
+def test_a_built_in_recipe_of_another_command_is_named():
+    assert "`gspo reward` has one: start it with `gspo reward letters`" in refusal("letters")
+    with pytest.raises(InputError, match="a recipe of `gspo train`, and not of `gspo sft`"):
+        settings.load_as(Sft, Path(settings.__file__).parent / "recipes" / "tiny.yaml")

@@ -73,10 +73,11 @@ def train(
     rows = None if data is None or isinstance(data, str | Mapping) else list(data)
 
     from gspo import settings
-    from gspo.build import build, resumed_run
+    from gspo.build import build
     from gspo.config import Run
     from gspo.inputs import FROM_PYTHON
     from gspo.loop import train as loop
+    from gspo.place import resumed_run
 
     if resume is None:
         source = data if rows is None else FROM_PYTHON

@@ -8,7 +8,7 @@ from __future__ import annotations
 from gspo import presets
 from gspo.config import Run
 from gspo.errors import InputError
-from gspo.inputs import Inputs
+from gspo.inputs import FROM_PYTHON, Inputs
 
 
 def advice(run: Run, inputs: Inputs) -> list[str]:
@@ -29,7 +29,7 @@ def _guard_advice(run: Run, inputs: Inputs) -> list[str]:
         return []
     return [
         "data.difficulty passes prompts over, so the reward of a step is that of the prompts that are left, and the guard does not compare it. Without "
-        "evaluations it sees a collapse only where no answer is right any more or a number is not finite: give eval.source=FILE and eval.every"
+        f"evaluations it sees a collapse only where no answer is right any more or a number is not finite: give {_held_out(run)} and eval.every"
     ]
 
 
@@ -80,8 +80,13 @@ def _evaluation_advice(run: Run, inputs: Inputs) -> list[str]:
         return []
     if run.eval.patience is not None:
         raise InputError(
-            f"eval.patience={run.eval.patience}: there are no held-out prompts to evaluate on: give eval.source=FILE"
+            f"eval.patience={run.eval.patience}: there are no held-out prompts to evaluate on: give {_held_out(run)}"
         )
     return [
-        "there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give eval.source=FILE"
+        f"there are no held-out prompts, so nothing is evaluated and no checkpoint is the best: give {_held_out(run)}"
     ]
+
+
+def _held_out(run: Run) -> str:
+    """How held-out prompts are given."""
+    return "eval_data=rows" if run.data.source == FROM_PYTHON else "eval.source=FILE"

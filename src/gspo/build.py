@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
 import transformers
 
-from gspo import __version__, preflight, rates, settings, store
+from gspo import __version__, preflight, rates, store
 from gspo.advice import advice
 from gspo.ahead import read_ahead
 from gspo.config import Model, Run
@@ -33,20 +32,18 @@ from gspo.inputs import Inputs, Row, changed_code, read_inputs
 from gspo.job import Job
 from gspo.journal import Journal
 from gspo.learner import Learner, cast
-from gspo.lock import require_free
 from gspo.machine import set_threads
 from gspo.models import lora
 from gspo.models.load import Policy, load_policy
+from gspo.place import Place, place_of
 from gspo.rescue import Rescue
 from gspo.stage_config import AnyRun, RewardRun, Sft
 from gspo.store import Progress, Store
-from gspo.tasks.identity import other_sides
 from gspo.tasks.sampler import Sampler
 from gspo.trackers import table
 from gspo.trackers.side import Trackers
 from gspo.types import Group
 
-R = TypeVar("R", Run, Sft, RewardRun)
 A = TypeVar("A", Run, Sft, RewardRun, Sft | RewardRun)
 
 
@@ -59,24 +56,24 @@ def build(
         InputError: before any weight is read, for whatever the user can mend.
     """
     table.require(run.trackers)
-    folder = resume or new_folder(run)
-    saved = store.read_saved(folder) if resume else None
+    place = place_of(run, resume)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
     with ExitStack() as opened:  # closed again if anything below fails
         opened.callback(inputs.close)
-        job = _joined(run, inputs, folder, saved, opened)
+        job = _joined(run, inputs, place, opened)
         opened.pop_all()
     return job
 
 
-def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, opened: ExitStack) -> Job:
-    require_same_data(saved, inputs.sha256)
+def _joined(run: Run, inputs: Inputs, place: Place, opened: ExitStack) -> Job:
+    folder, saved = place.folder, place.saved
+    place.require_same_data(inputs.sha256)
     ahead = read_ahead(saved.checkpoint, inputs.prompts, saved.progress.ahead) if saved is not None else []
-    console = _said(run, inputs, saved)
+    console = _said(run, inputs, place)
     require_vocabulary(run)
     if saved is None:
         require_fit_of_config(inputs, run)
-    policy, threads = open_policy(run, saved, console)
+    policy, threads = open_policy(run, place, console)
     run = with_learning_rate(run, policy, console)
     require_fit(policy, inputs, run)
     critic = _critic(run, policy, saved, inputs, console)
@@ -93,6 +90,8 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
     engine.load(learner.weights(), version=progress.step)
     rescue = Rescue(run, folder, learner, critic, run.guard, progress.guard or State()) if run.guard != "off" else None
     checkpoints.settle(progress)
+    journal = Journal(folder, run.sampling.max_new_tokens, after=place.kept)
+    console.say_aside(journal.aside)
     return Job(
         run=run,
         folder=folder,
@@ -101,7 +100,7 @@ def _joined(run: Run, inputs: Inputs, folder: Path, saved: store.Saved | None, o
         sampler=Sampler(inputs.prompts, run.seed, progress.position, band=run.data.difficulty, seen=progress.seen),
         engine=engine,
         learner=learner,
-        journal=Journal(folder, run.sampling.max_new_tokens, after=progress.step),
+        journal=journal,
         store=checkpoints,
         console=console,
         progress=progress,
@@ -118,13 +117,14 @@ def _start_answers(run: Run, folder: Path, inputs: Inputs) -> list[Group]:
     return read_start(folder, inputs.held_out) if run.eval.every and inputs.held_out else []
 
 
-def _said(run: Run, inputs: Inputs, saved: store.Saved | None) -> Console:
+def _said(run: Run, inputs: Inputs, place: Place) -> Console:
     """The console, with the plan and what there is to know about it said. Raises InputError for rewards that are not sound."""
     console = Console(run.steps)
+    place.say_anew(console)
     console.say(plan(run))
-    for note in (*advice(run, inputs), *inputs.notes, *(() if saved else preflight.require_sound(run, inputs))):
+    for note in (*advice(run, inputs), *inputs.notes, *(() if place.saved else preflight.require_sound(run, inputs))):
         console.say(f"note: {note}")
-    for change in changed_code(inputs.code, saved):
+    for change in changed_code(inputs.code, place.about):
         console.say(f"warning: {change}")
     return console
 
@@ -147,22 +147,13 @@ def _require_disk(run: Run, folder: Path, policy: Policy, console: Console, *, n
         console.say(f"note: {room.text}")
 
 
-def require_same_data(saved: store.Saved | None, sha256: Mapping[str, str]) -> None:
-    """Raise InputError if the run to go on with was started with other data."""
-    if saved is not None and (other := other_sides(saved.about.get("data_sha256"), sha256)):
-        raise InputError(
-            f"{saved.folder}: {' and '.join(other)} are not those that the run was started with (every column counts): "
-            "put the data back as it was, or start a new run"
-        )
-
-
 def open_policy(
-    run: AnyRun, saved: store.Saved | None, console: Console, load: Callable[..., Policy] = load_policy
+    run: AnyRun, place: Place, console: Console, load: Callable[..., Policy] = load_policy
 ) -> tuple[Policy, int]:
     """The policy, with the weights of the checkpoint to go on from if there is one, and the number of threads."""
     # Rounding depends on the number of threads: a resumed run keeps that of its start.
-    threads = set_threads(run.threads if saved is None else saved.about["threads"])
-    model = run.model if saved is None else Model(**{**dict(run.model), **saved.model})
+    threads = set_threads(run.threads if place.about is None else place.about["threads"])
+    model = run.model if place.saved is None else Model(**{**dict(run.model), **place.saved.model})
     with console.heartbeat.at(f"the model {run.model.name} is loaded"):
         policy = load(model, seed=run.seed)  # of a fresh adapter
     console.say(f"{policy.announcement}; {threads} threads")
@@ -214,21 +205,6 @@ def go_on(run: AnyRun, learner: Learner, saved: store.Saved, console: Console) -
             f"max_staleness={run.max_staleness} allows, and the run is not that of {run.steps} steps from the start"
         )
     return progress
-
-
-def new_folder(run: AnyRun) -> Path:
-    """The folder that the run is to be in. Raises InputError if it cannot be made, or holds something."""
-    folder = Path(run.dir or "runs/run")
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        TemporaryFile(dir=above).close()  # what permissions say is not all: /proc takes nothing from anyone
-    except OSError as error:
-        raise InputError(f"dir={folder}: {above} is not a folder that can be written to ({error.strerror})") from error
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(
-            f"dir={folder}: there is a run in this folder. Continue it with `gspo {run.command} --resume {folder}`, or choose another dir"
-        )
-    return folder
 
 
 def _described(run: Run, engine: LocalEngine, inputs: Inputs) -> dict[str, Any]:
@@ -293,31 +269,6 @@ def about(run: AnyRun, policy: Policy, threads: int, data_sha256: Mapping[str, s
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }
-
-
-def resumed_run(kind: type[R], folder: Path, words: Sequence[str]) -> R:
-    """The configuration of the run in `folder`; `steps` alone may be changed.
-
-    Raises InputError if there is no such run, if a word would make it another run, or if nothing is left to do.
-    """
-    done = store.read_progress(store.latest(folder)).step
-    require_free(folder)
-    command = store.read_about(folder).get("command", Run.command)
-    if command != kind.command:
-        raise InputError(f"{folder}: a run of `gspo {command}`: continue it with `gspo {command} --resume {folder}`")
-    other = [word for word in words if word.partition("=")[0] != "steps"]
-    if other:
-        raise InputError(
-            f"--resume continues the run in {folder} as it was configured; {other[0]!r} would make it another run. "
-            "Only steps can be changed"
-        )
-    run = settings.load_as(kind, folder / "run.yaml", [f"dir={folder}", *words])
-    assert run.steps is not None
-    if run.steps <= done:
-        raise InputError(
-            f"{folder}: the run has done {done} of {run.steps} steps, so nothing is left; go on with steps=N, N above {done}"
-        )
-    return run
 
 
 def evaluate_model(run: Run) -> Iterator[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from gspo import preflight, settings
 from gspo.advice import advice
-from gspo.build import new_folder
 from gspo.config import Run
 from gspo.console import Console, duration, plan
 from gspo.critic import require_vocabulary
@@ -26,6 +25,7 @@ from gspo.fit import require_fit
 from gspo.inputs import Inputs, read_inputs
 from gspo.machine import set_threads
 from gspo.models.load import Policy, load_policy
+from gspo.place import new_folder
 from gspo.preflight import Finding
 from gspo.trackers import table
 from gspo.trial import Trial, trial
@@ -53,7 +53,7 @@ class Check:
         try:
             yield
         except (InputError, RunError) as error:
-            self.add(Finding(name, "cannot be used", mend=str(error)))
+            self.add(Finding(name, str(error), mend=str(error)))
 
 
 def check(recipe: str, words: list[str], say: Callable[[str], None]) -> int:
@@ -94,8 +94,10 @@ def _run(found: Check, run: Run, inputs: Inputs) -> None:
         found.add(finding)
     found.add(Finding("batch", plan(run)))
     with found.trying("settings"):
-        for note in (*advice(run, inputs), *inputs.notes):
-            found.add(Finding("note", note, note=True))
+        for note in advice(run, inputs):
+            found.add(Finding("settings", note, note=True))
+    for note in inputs.notes:
+        found.add(Finding("data", note, note=True))
     with found.trying("folder"):
         found.add(Finding("folder", f"{new_folder(run)} is free"))
     found.add(preflight.parts())

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 
 from gspo import __version__, machine, settings
-from gspo.config import Judging, RewardRule, Run
+from gspo.config import Judging, Run
 from gspo.errors import InputError, RunError
 from gspo.keys import keys_help, require_effect
 from gspo.stage_config import AnyRun, RewardRun, Sft
@@ -65,8 +65,9 @@ def train(
     machine.prepare()
     run = None if recipe is None else settings.load(recipe, words)
 
-    from gspo.build import build, resumed_run
+    from gspo.build import build
     from gspo.loop import train as loop
+    from gspo.place import resumed_run
 
     if run is None:
         assert resume is not None
@@ -78,7 +79,8 @@ def train(
     elif result.step < run.steps:
         typer.echo(f"stopped after step {result.step} of {run.steps}; go on with: gspo train --resume {result.folder}")
     elif result.start_reward is not None and result.last_reward is not None:
-        typer.echo(f"held-out accuracy: {result.start_reward:.3f} -> {result.last_reward:.3f}")
+        what = "accuracy" if result.binary else "reward"
+        typer.echo(f"held-out {what}: {result.start_reward:z.3f} -> {result.last_reward:z.3f}")
     raise typer.Exit(result.exit_code)
 
 
@@ -147,7 +149,7 @@ def _stage(kind: type[S], recipe: str | None, words: list[str] | None, resume: P
     machine.prepare()
     run = None if recipe is None else settings.load_as(kind, recipe, words)
 
-    from gspo.build import resumed_run
+    from gspo.place import resumed_run
     from gspo.stages.stage import tune
 
     if run is None:
@@ -255,7 +257,7 @@ def show(
 )
 def rescore(
     run: Folder,
-    reward: Annotated[list[str], typer.Option(help="As `reward` in training; several are added.")],
+    reward: Annotated[list[str], typer.Option(help="As `reward` in training; given several times, all are added.")],
     evaluated: Evaluated = False,
     out: Annotated[Path | None, typer.Option(help="Also write old and new rewards there, a line an answer.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer, as judging.timeout.")] = 10.0,
@@ -264,8 +266,7 @@ def rescore(
 
     from gspo.view.rescore import rescore as again
 
-    rules = [RewardRule(function=function) for function in reward]
-    for line in again(run, rules, Judging(timeout=timeout), evaluation=evaluated, out=out):
+    for line in again(run, settings.rules(reward), Judging(timeout=timeout), evaluation=evaluated, out=out):
         typer.echo(line)
 
 

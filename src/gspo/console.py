@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from gspo.config import Run
@@ -47,6 +48,11 @@ class Console:
         with suppress(BrokenPipeError):  # whoever read the lines has gone; the journal has them all
             print(text, file=self._stream, flush=True)
 
+    def say_aside(self, folder: Path | None) -> None:
+        """Say where the journal has put what it found past the step that the run goes on from."""
+        if folder is not None:
+            self.say(f"what had been done past the step that the run goes on from is set aside in {folder}")
+
     def step(self, m: dict[str, Any]) -> None:
         """The step's line; the verdict beneath it when it turns into something to know."""
         if m["reward/mean"] is not None:
@@ -73,7 +79,7 @@ class Console:
         if "eval/reward" in m:
             parts.insert(
                 2,
-                f"held-out {_number(m['eval/reward'], '.3f')} ({_number(m['eval/reward_low'], '.2f')}-{_number(m['eval/reward_high'], '.2f')})",
+                f"held-out {_number(m['eval/reward'], '.3f')} {between(m['eval/reward_low'], m['eval/reward_high'])}",
             )
         self.say("  ".join(parts))
         said = (m["verdict/kind"], m["verdict/warning"])
@@ -117,7 +123,12 @@ def sparkline(values: list[float]) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else format(value, form)
+    return "-" if value is None or not math.isfinite(value) else format(value, f"z{form}")  # z: no -0
+
+
+def between(low: float | None, high: float | None) -> str:
+    """An interval; its ends may be negative."""
+    return f"({_number(low, '.2f')} to {_number(high, '.2f')})"
 
 
 def duration(seconds: float) -> str:

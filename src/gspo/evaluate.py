@@ -46,6 +46,8 @@ class Evaluation:
     """Rows without any judged answer: in no mean, and counted here."""
     length: float
     """Mean policy tokens of an answer."""
+    binary: bool
+    """Every judged answer is worth 0 or 1, so that the reward is a share of right answers."""
     groups: tuple[Group, ...] = field(default=(), repr=False)
     """The answers, judged."""
 
@@ -82,6 +84,7 @@ def evaluate(
         rows=len(prompts),
         unjudged=len(prompts) - len(judged),
         length=float(np.mean(tokens)),
+        binary=binary,
     ), groups
 
 

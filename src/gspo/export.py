@@ -26,7 +26,7 @@ from gspo.errors import InputError, RunError
 from gspo.models import lora
 from gspo.models.load import load_policy, without_progress_bars
 from gspo.models.scorer import merged_scorer
-from gspo.seal import require_whole
+from gspo.seal import as_umask, require_whole
 
 _OURS = (
     *("optimizer.safetensors", "state.json", "checksums.json", "settings.yaml", "ahead.jsonl.gz"),
@@ -73,6 +73,7 @@ def export(
             stored = _write(source, draft, dtype)
         said = {"gspo": __version__, "checkpoint": source.name, "dtype": str(stored).removeprefix("torch.")}
         (draft / "gspo.json").write_text(json.dumps(said) + "\n")
+        as_umask(draft)
         draft.rename(folder)
     except OSError as error:
         need = sum(path.stat().st_size for path in source.glob("*model*.safetensors"))

@@ -255,7 +255,12 @@ def watch(state: State, metrics: Mapping[str, Any]) -> tuple[State, Decision]:
         if (rule.at_once or strikes[name] >= ACT_AFTER) and (rule.alone or seen.down):
             return seen, alarm(seen, name, text)
     # Said once: at the step at which it has held long enough.
-    said = [(n, t) for n, t in found.items() if strikes[n] == (1 if RULES[n].at_once else WARN_AFTER)]
+    idle = "" if seen.down else "; the reward is not down, so nothing is done"
+    said = [
+        (n, t if RULES[n].alone else t + idle)
+        for n, t in found.items()
+        if strikes[n] == (1 if RULES[n].at_once else WARN_AFTER)
+    ]
     return seen, Decision("warn", *said[0]) if said else Decision()
 
 

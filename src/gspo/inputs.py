@@ -11,10 +11,10 @@ from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gspo.config import RewardRule, Run
+from gspo.config import Data, RewardRule, Run
 from gspo.conversations.partner import Talks
 from gspo.conversations.play import Scene
-from gspo.conversations.sources import Stage, find, open_stage, rehearse, seeds, voice
+from gspo.conversations.sources import Stage, find, open_stage, rehearse, seeds, untold, voice
 from gspo.errors import InputError
 from gspo.models.load import load_tokenizer
 from gspo.rewards.call import FromFile
@@ -29,7 +29,7 @@ from gspo.tasks.render import render, uses_template
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
-    from gspo.store import Saved
+    pass
 
 Row = Mapping[str, Any]
 FROM_PYTHON = "python"
@@ -81,14 +81,14 @@ def code_of(files: Iterable[FromFile]) -> dict[str, str]:
     return {str(file.path): sha256(file.source).hexdigest() for file in files}
 
 
-def changed_code(now: Mapping[str, str], saved: Saved | None) -> list[str]:
-    """What there is to say about files that are not what they were when the run was started."""
-    then = {} if saved is None else saved.about.get("code") or {}
+def changed_code(now: Mapping[str, str], about: Mapping[str, Any] | None) -> list[str]:
+    """What there is to say about files that are not what they were when the run was started, which `about` tells of; None: it is new."""
+    then = {} if about is None else about.get("code") or {}
     return [
         f"{path} is not what the run was started with: from here on answers are judged or spoken with by what it says now, "
         "and rewards before and after may not compare"
         for path, found in now.items()
-        if saved is not None and then.get(path) != found
+        if about is not None and then.get(path) != found
     ]
 
 
@@ -148,6 +148,7 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
     sides = [_Side(data, {}, run.reward)]
     if held_out is not None:
         sides.append(_Side(held_out, {}, run.eval.reward or run.reward))
+    alike = _alike([side.rows for side in sides], run.data)
     if stage is not None:
         for side in sides:
             side.rows, side.scenes = stage.begin(side.rows, run.data)
@@ -156,15 +157,13 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
     tools = () if stage is None else stage.found.tools
     shown = [render(side.rows, tokenizer, run.data, tools) for side in sides]
     notes = [note for side, rendered in zip(sides, shown, strict=True) for note in (*side.rows.notes, *rendered.notes)]
-    if twice := repeated(sides[0].rows, run.data.prompt):
-        notes.append(twice)
-    if len(sides) > 1 and (shared := overlap(sides[0].rows, sides[1].rows, run.data)):
-        notes.append(shared)
+    notes += alike
     notes += dict.fromkeys(note for found, _ in sets for each in found for note in each.ready.notes)
     talks: list[Talks | None] = [None, None]
     if stage is not None:
-        speech = voice(tokenizer, stage.found, stage.limits, uses_template(sides[0].rows, tokenizer, run.data))
-        notes += filter(None, [rehearse(speech, shown[0].prompts[0])])
+        template = uses_template(sides[0].rows, tokenizer, run.data)
+        speech = voice(tokenizer, stage.found, stage.limits, template)
+        notes += filter(None, [rehearse(speech, shown[0].prompts[0]), untold(stage.found, template)])
         talks = [stage.talks(side.scenes, speech) for side in sides]
     files = [each.source for found, _ in sets for each in found if each.source is not None]
     scorers, pool = open_scorers(sets, run.judging)  # last, so that nothing refused leaves a process behind
@@ -183,6 +182,14 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
         held_out_talks=talks[-1],
         files=(*files, *(() if stage is None else stage.found.files)),
     )
+
+
+def _alike(sides: Sequence[Rows], data: Data) -> list[str]:
+    """Notes on rows that ask the same. An environment may begin alike where seeds or rows are not: what it says is not compared."""
+    if any(row.get(data.prompt) is None for rows in sides for row in rows.rows):
+        return []
+    shared = [overlap(sides[0], rows, data) for rows in sides[1:]]
+    return [*filter(None, (repeated(sides[0], data.prompt), *shared))]
 
 
 def surroundings(run: Run | Sft, rows: Rows) -> Around:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from gspo.batch import Batch
 from gspo.config import Run
-from gspo.console import Console
+from gspo.console import Console, between
 from gspo.critic import Critic
 from gspo.drawing import Drawn, draw
 from gspo.drift import kl_to_start, sample_start
@@ -85,6 +85,8 @@ class Job:
     """What the step at hand was drawn with."""
     _saved: int | None = None
     _start: dict[str, Evaluation] = field(default_factory=dict)
+    binary: bool = True
+    """Every answer that was evaluated so far is worth 0 or 1."""
     ended: str | None = None
     """Why the run is over before its last step."""
 
@@ -299,9 +301,11 @@ class Job:
         """Evaluate the weights as they are, under the prefixes of their journal keys."""
         with self._timed("eval"):
             i, settings = self.inputs, self.run.eval
-            return self._surviving(
+            found = self._surviving(
                 lambda: measure(self.engine, i.held_out, i.held_out_reward, settings, i.held_out_talks)
             )
+        self.binary = self.binary and found["eval"].binary
+        return found
 
     def measure_start(self) -> None:
         """The held-out reward of the starting policy, once for a run."""
@@ -317,7 +321,7 @@ class Job:
             return
         self.progress = replace(self.progress, start_reward=reward.value, last_reward=reward.value)
         self.console.say(
-            f"before training: held-out {reward.value:.3f} ({reward.low:.2f}-{reward.high:.2f}) "
+            f"before training: held-out {reward.value:.3f} {between(reward.low, reward.high)} "
             f"on {len(self.inputs.held_out)} prompts"
         )
 

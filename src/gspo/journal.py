@@ -28,7 +28,8 @@ class Lines:
     def __init__(self, folder: Path, *, after: int = 0) -> None:
         """Go on after step `after`: later lines and rollouts, from a run that was cut off, are set aside, never deleted."""
         self._path, self._rollouts = folder / "journal.jsonl", folder / "rollouts"
-        self._set_aside(after)
+        self.aside = self._set_aside(after)
+        """Where they are now; None if there were none."""
 
     def read(self) -> list[Metrics]:
         """The lines so far."""
@@ -41,14 +42,14 @@ class Lines:
             file.flush()
             os.fsync(file.fileno())
 
-    def _set_aside(self, after: int) -> None:
+    def _set_aside(self, after: int) -> Path | None:
         lines = read(self._path)
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):  # a line that was cut off goes
             self._keep(lines)
         late = [line for line in lines if line["step"] > after]
         files = [f for f in sorted(self._rollouts.glob("*" + "[0-9]" * 8 + ".jsonl.gz")) if record.step_of(f) > after]
         if not late and not files:
-            return
+            return None
         numbers = [int(old.name.split("-")[-1]) for old in self._path.parent.glob("set-aside-[0-9]*")]
         aside = self._path.parent / f"set-aside-{1 + max(numbers, default=0)}"
         aside.mkdir()
@@ -56,6 +57,7 @@ class Lines:
             file.rename(aside / file.name)
         (aside / "journal.jsonl").write_text("".join(_line(line) for line in late))
         self._keep([line for line in lines if line["step"] <= after])
+        return aside
 
     def _keep(self, lines: Sequence[Metrics]) -> None:
         kept = self._path.with_suffix(".tmp")
@@ -78,6 +80,7 @@ class Journal:
     def __init__(self, folder: Path, max_new_tokens: int, *, after: int = 0) -> None:
         """Go on after step `after`: later lines and files, from a run that was cut off, are set aside, never deleted."""
         self._lines = Lines(folder, after=after)
+        self.aside = self._lines.aside
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
         self._max_new_tokens = max_new_tokens

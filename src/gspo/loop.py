@@ -25,6 +25,8 @@ class Result:
     last_reward: float | None
     """Held-out reward at the last evaluation."""
     best_reward: float | None
+    binary: bool
+    """Every answer that was evaluated is worth 0 or 1, so that these rewards are shares of right answers."""
     ended: str | None
     """Why the run was over before its last step; None if it was not, or a signal ended it."""
     signal: int | None
@@ -54,6 +56,7 @@ def train(job: Job) -> Result:
         start_reward=job.progress.start_reward,
         last_reward=job.progress.last_reward,
         best_reward=job.progress.best_reward,
+        binary=job.binary,
         ended=job.ended,
         signal=job.stopped_by.value if job.stopped_by is not None else None,
     )

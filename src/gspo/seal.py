@@ -15,6 +15,17 @@ from gspo.errors import InputError
 _FILE = "checksums.json"
 
 
+def as_umask(folder: Path) -> None:
+    """Give every file in `folder` the mode of a new one: safetensors makes its own for their owner alone."""
+    new = folder / ".mode"
+    new.touch()
+    mode = new.stat().st_mode
+    new.unlink()
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
 def seal(folder: Path) -> None:
     """Write the sha256 of every file in `folder`."""
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file()}

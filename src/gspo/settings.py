@@ -20,13 +20,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo import presets, written
-from gspo.config import RULES_OF_TASKS, Run, task_of
+from gspo.config import RULES_OF_TASKS, Eval, RewardRule, Run, task_of
 from gspo.errors import InputError
 from gspo.stage_config import AnyRun, RewardRun, Sft
 
 Tree = dict[str, Any]
 R = TypeVar("R", Run, Sft, RewardRun)
 
+KINDS: tuple[type[AnyRun], ...] = (Run, Sft, RewardRun)
 _NOT_KEYS = ("function-", "constrained-", "literal[")
 """Beginnings of what pydantic puts among the keys of an error's place: the kinds of value that it tried."""
 
@@ -54,6 +55,8 @@ def load_as(
 ) -> R:
     """As `load`, for any kind of run."""
     tree = read_recipe(recipe, kind) if recipe is not None else {}
+    if recipe is not None:
+        _require_kind(recipe, tree, kind)
     for key, value in (*_in_order(_read(words or [], kind), kind), *_in_order(list((keys or {}).items()), kind)):
         lay_over(tree, key, value, kind)
     return check_as(kind, tree, where=str(recipe) if recipe is not None else f"gspo.{kind.command}")
@@ -114,8 +117,37 @@ def read_recipe(recipe: str | Path, kind: type[AnyRun] = Run) -> Tree:
         raise InputError(f"{recipe}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise InputError(f"{recipe}: expected a mapping of settings, found {type(tree).__name__}")
-    tree.pop("about", None)
+    about = tree.pop("about", None)
+    if isinstance(about, dict) and about.get("command", kind.command) != kind.command:
+        raise _of_another(recipe, about["command"], kind)
     return {"dir": f"runs/{name}", **tree}
+
+
+def _require_kind(recipe: str | Path, tree: Tree, kind: type[AnyRun]) -> None:
+    """Raise InputError for a recipe with keys that this command does not know and another does."""
+    unknown = {each: len(_unknown(tree, each)) for each in KINDS}
+    nearest = min(KINDS, key=lambda each: unknown[each])
+    if unknown[nearest] < unknown[kind]:
+        raise _of_another(recipe, nearest.command, kind)
+
+
+def _unknown(tree: Tree, kind: type[AnyRun], prefix: str = "") -> list[str]:
+    """Keys of a recipe that are none of this kind of run."""
+    known = {key for key, _ in _walk(kind, "")}
+    found: list[str] = []
+    for name, below in tree.items():
+        key = f"{prefix}{name}"
+        if key not in known:
+            found.append(key)
+        elif isinstance(below, dict) and any(each.startswith(f"{key}.") for each in known):
+            found += _unknown(below, kind, f"{key}.")
+    return found
+
+
+def _of_another(recipe: str | Path, command: str, kind: type[AnyRun]) -> InputError:
+    return InputError(
+        f"{recipe}: a recipe of `gspo {command}`, and not of `gspo {kind.command}`: start it with `gspo {command} {recipe}`"
+    )
 
 
 def names_a_task(word: str, kind: type[AnyRun]) -> bool:
@@ -131,6 +163,9 @@ def _near_recipe(word: str, kind: type[AnyRun]) -> str:
         if kind is Run and get_close_matches(head, [name], n=1, cutoff=0.75)
     ]
     near = get_close_matches(word, recipes(kind), n=1) or tasks
+    others = [other.command for other in KINDS if other is not kind and word in recipes(other)]
+    if others:
+        return f" `gspo {others[0]}` has one: start it with `gspo {others[0]} {word}`."
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -176,6 +211,16 @@ def check_as(kind: type[R], tree: Tree, where: str) -> R:
         # What a key is by default, where that depends on another key that is wrong: no fault of its own.
         errors = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         raise InputError("\n".join(f"{where}: {_explain(e, kind)}" for e in errors)) from None
+
+
+def rules(words: list[str]) -> tuple[RewardRule, ...]:
+    """Rewards, each word written as `reward` is: a function, a rule, or a list of either. Raises InputError for what is none."""
+    given = [_parse("reward", word, Run) for word in words]
+    listed = [rule for each in given for rule in (each if isinstance(each, list) else [each])]
+    try:
+        return Eval.model_validate({"reward": listed}).reward or ()
+    except ValidationError as error:
+        raise InputError("\n".join(_explain(e, Run) for e in error.errors(include_url=False))) from None
 
 
 def _parse(key: str, word: str, kind: type[AnyRun]) -> Any:

@@ -28,7 +28,7 @@ from gspo.lock import Lock
 from gspo.models.load import without_progress_bars
 from gspo.models.lora import adapter_of
 from gspo.runfile import read_settings
-from gspo.seal import require_whole, seal
+from gspo.seal import as_umask, require_whole, seal
 from gspo.stage_config import AnyRun
 from gspo.tasks.sampler import Seen
 
@@ -38,6 +38,8 @@ CRITIC, CRITIC_MOMENTS = "critic.safetensors", "critic-optimizer.safetensors"
 """A critic's weights, and the state of its optimizer if it has one of its own."""
 _SETTINGS = "settings.yaml"
 """In a checkpoint: run.yaml as it was when the checkpoint was written. By that name a folder would be a run's."""
+DRAFT = "run.tmp"
+"""run.yaml while it is written."""
 _MAY_CHANGE = ("steps", "dir", "trackers")
 
 
@@ -134,6 +136,7 @@ class Store:
             (draft / "state.json").write_text(
                 json.dumps({"format": FORMAT, **asdict(progress)}, indent=1, allow_nan=False)
             )
+            as_umask(draft)
             seal(draft)
             _sync(draft)
             if final.exists():
@@ -178,16 +181,18 @@ class Store:
         return sorted(self._folder.glob("[0-9]" * 8))
 
 
-def latest(folder: Path) -> Path:
-    """The newest checkpoint of a run, damaged or not: none is passed over. Raises InputError if there is none."""
+def require_run(folder: Path) -> None:
+    """Raise InputError if there is no run in `folder`."""
     if not (folder / "run.yaml").is_file():
         raise InputError(
             f"{folder}: no run to resume here (there is no run.yaml). Give the folder of a run, as in runs/demo"
         )
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run, damaged or not: none is passed over. None if it ended before its first one."""
     found = sorted((folder / "checkpoints").glob("[0-9]" * 8))
-    if not found:
-        raise InputError(f"{folder}: the run was stopped before its first checkpoint; start it again with another dir")
-    return found[-1]
+    return found[-1] if found else None
 
 
 @dataclass(frozen=True)
@@ -198,8 +203,6 @@ class Saved:
     progress: Progress
     moments: dict[str, Tensor]
     """State of the optimizer by name."""
-    about: dict[str, Any]
-    """What run.yaml says that the run was started with."""
     critic: CriticState | None = None
 
     @property
@@ -228,9 +231,10 @@ class Saved:
         return {"name": str(self.checkpoint), "lora": None}
 
 
-def read_saved(folder: Path) -> Saved:
-    """The run in `folder` as it was last saved. Raises InputError for what is missing, damaged or of another format."""
-    return read_checkpoint(latest(folder), folder)
+def read_saved(folder: Path) -> Saved | None:
+    """The run in `folder` as it was last saved; None before its first checkpoint. Raises InputError as `read_checkpoint` does."""
+    newest = latest(folder)
+    return None if newest is None else read_checkpoint(newest, folder)
 
 
 def read_checkpoint(checkpoint: Path, folder: Path) -> Saved:
@@ -241,7 +245,7 @@ def read_checkpoint(checkpoint: Path, folder: Path) -> Saved:
         critic = CriticState(_moments(checkpoint / CRITIC), _moments(checkpoint / CRITIC_MOMENTS))
     require_whole(checkpoint)
     _require_same_settings(folder, checkpoint)
-    return Saved(checkpoint, read_progress(checkpoint), moments, read_about(folder), critic)
+    return Saved(checkpoint, read_progress(checkpoint), moments, critic)
 
 
 def _require_same_settings(folder: Path, checkpoint: Path) -> None:
@@ -309,20 +313,22 @@ def _moments(path: Path) -> dict[str, Tensor]:
 def write_run(folder: Path, run: AnyRun, about: dict[str, Any]) -> None:
     """run.yaml: every value of the configuration, and under `about` what it was run with."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(
-        yaml.safe_dump({**settings.dump(run), "about": about}, sort_keys=False, allow_unicode=True)
-    )
+    _write_yaml(folder, {**settings.dump(run), "about": about})
 
 
 def change_steps(folder: Path, steps: int) -> int:
     """Write the number of steps that a resumed run goes on to into its run.yaml; returns what stood there."""
-    path = folder / "run.yaml"
-    draft = path.with_suffix(".tmp")
-    found = read_settings(path)
+    found = read_settings(folder / "run.yaml")
     before: int = found["steps"]
-    draft.write_text(yaml.safe_dump({**found, "steps": steps}, sort_keys=False, allow_unicode=True))
-    draft.replace(path)
+    _write_yaml(folder, {**found, "steps": steps})
     return before
+
+
+def _write_yaml(folder: Path, run: dict[str, Any]) -> None:
+    """run.yaml, whole or not at all."""
+    draft = folder / DRAFT
+    draft.write_text(yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+    draft.replace(folder / "run.yaml")
 
 
 def _write_weights(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:

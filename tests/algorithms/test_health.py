@@ -36,6 +36,7 @@ HEALTHY: dict[str, Any] = {
     "weights/relative": 1e-4,
 }
 SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "groups/unjudged": 1, "updates/done": 0}
+LONG_SILENT = {**SILENT, "groups/unjudged": 0, "groups/steps_without_signal": 3}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,19 @@ SILENT = {"groups/signal": 0, "groups/all_right": 2, "groups/all_wrong": 5, "gro
             ["no trainable weight changed", "1.0e-09"],
         ),
         ({"weights/changed": 0.0, "updates/done": 0, **SILENT}, "no_signal", False, ["0 of 8"]),
+        (
+            {**LONG_SILENT, "groups/all_right": 8, "groups/all_wrong": 0},
+            "no_signal",
+            True,
+            ["in a row: the task is solved. "],
+        ),
+        ({**LONG_SILENT, "groups/all_right": 7, "groups/all_wrong": 1}, "no_signal", True, ["solved, too hard, or"]),
+        (
+            {"updates/done": 4, "advantage": "gae", "value/explained_variance": -0.001, "ratio": "token"},
+            "learning",
+            False,
+            ["the critic knew 0% of"],
+        ),
         ({"parity/mean": 0.2}, "apart", True, ["0.2", "do not compute the same model"]),
         ({"parity/mean": 0.03}, "learning", False, []),
         ({"repetition/share": 0.6}, "repeating", True, ["60%", "loop"]),

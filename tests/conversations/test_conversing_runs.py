@@ -12,6 +12,7 @@ import pytest
 
 import gspo
 from gspo import InputError, cli, record, settings
+from gspo.inputs import read_inputs
 from gspo.journal import read
 from gspo.types import Group, Limit, Prompt, Reward, Rollout, Segment, Stop
 from gspo.view.files import groups_in, record_file
@@ -224,3 +225,29 @@ def test_an_environment_stands_for_its_section_on_the_command_line(folder: Path)
     assert settings.check(settings.dump(run), "again") == run
     assert settings.load(None).talk is None
     assert settings.load(None).longest == 256
+
+
+def noted(*words: str) -> str:
+    inputs = read_inputs(settings.load(None, ["model=random-dense", "judging.workers=1", *words]))
+    inputs.close()
+    return "\n".join(inputs.notes)
+
+
+def test_openings_that_are_alike_are_no_repeated_prompts(folder: Path) -> None:
+    """What differs are the seeds, or the rows that an environment has."""
+    own = noted("data=env.py:noisy", "reward=environment", "data.limit=6", "eval.limit=3")
+    assert "the first 6 seeds" not in own
+    assert not any(words in own for words in ("repeat an earlier one", "also in the training data"))
+    (folder / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a"}\n')
+    rows = noted(
+        "data=rows.jsonl", "conversation.environment=env.py:noisy", "eval.source=rows.jsonl", "reward=environment"
+    )
+    assert "1 of 3 prompts repeat an earlier one (row 2 (line 3))" in rows
+    assert "3 of 3 evaluation prompts" in rows
+
+
+def test_a_model_without_a_template_is_not_told_of_tools_and_the_user_is(folder: Path) -> None:
+    said = "only a chat template tells a model of its tools"
+    tools = ("data=addition:1-9", "conversation.tools=calculator")
+    assert said in noted(*tools, "data.template=none")
+    assert said not in noted(*tools)

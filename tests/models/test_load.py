@@ -26,8 +26,9 @@ from gspo import InputError
 from gspo.config import Model
 from gspo.models import builtin, load
 from gspo.models.attention import Packed
-from gspo.models.load import load_policy
+from gspo.models.load import find, load_policy
 from gspo.models.tiny import tiny_tokenizer
+from gspo.rewards.classifier import load_classifier
 
 
 def save(model: Any, folder: Path) -> str:
@@ -185,7 +186,10 @@ def test_a_model_that_disagrees_with_itself_when_packed_is_refused(
         ("weights.gguf", "no such folder or file"),
         ("runs/a/checkpoints/b", "no such folder or file"),
         ("tiny-dens", "did you mean 'tiny-dense'"),
-        ("no-such-owner/no-such-model", "Tried as a built-in name, a folder here and a hub id"),
+        (
+            "no-such-owner/no-such-model",
+            "no built-in name, no folder here, and (HF_HUB_OFFLINE is set|the hub .* does not answer)",
+        ),
     ],
 )
 def test_an_unknown_name_is_explained(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +286,20 @@ def test_smollm2_loads_from_the_package_index_and_speaks() -> None:
     sha256, text = done.stdout.split(maxsplit=1)
     assert sha256.startswith("217a624a599f")
     assert "Paris" in text
+
+
+@pytest.mark.parametrize("kind", ["model", "reward_model"])
+def test_a_checkpoint_that_a_run_has_not_is_named_with_the_one_it_has(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "00000004").mkdir(parents=True)
+    (run / "checkpoints" / "00000008").mkdir()
+    (run / "run.yaml").write_text("steps: 8\n")
+
+    def refusal(name: Path) -> str:
+        with pytest.raises(InputError) as caught:
+            find(Model(name=str(name))) if kind == "model" else load_classifier(str(name), "cpu", "reward")
+        return str(caught.value)
+
+    newest = f"its newest checkpoint is {run / 'checkpoints' / '00000008'}"
+    assert f"the run has no best yet; {newest}" in refusal(run / "best")
+    assert f"no such checkpoint; {newest}" in refusal(run / "checkpoints" / "00000002")

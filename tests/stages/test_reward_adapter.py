@@ -19,12 +19,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import norms
 from gspo import config, rates, settings
-from gspo.build import resumed_run
 from gspo.errors import InputError
 from gspo.export import export
 from gspo.models import lora
 from gspo.models.load import load_policy
 from gspo.models.scorer import load_scorer
+from gspo.place import resumed_run
 from gspo.rewards.classifier import load_classifier
 from gspo.stage_config import RewardRun
 from gspo.stages.reward_build import build

@@ -26,9 +26,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import gspo
 from gspo import settings
 from gspo.batch import answers_batch
-from gspo.build import resumed_run
 from gspo.errors import InputError, OutOfMemoryError, RunError
 from gspo.models import tiny
+from gspo.place import resumed_run
 from gspo.stage_config import RewardRun
 from gspo.stages.calibration import reliability
 from gspo.stages.reward_build import build

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 import norms
 from gspo import config, settings
 from gspo.batch import Batch, answers_batch
-from gspo.build import resumed_run
 from gspo.errors import InputError, OutOfMemoryError, RunError
+from gspo.place import resumed_run
 from gspo.stage_config import Sft
 from gspo.stages.sft import SftJob, grouped, likelihood
 from gspo.stages.sft_build import build

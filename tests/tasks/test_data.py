@@ -7,6 +7,7 @@ import sys
 
 import datasets
 import pytest
+from huggingface_hub import constants
 
 from gspo.config import Data, Eval
 from gspo.errors import InputError
@@ -146,6 +147,7 @@ def test_misspelt_task_is_not_looked_for_on_the_hub():
 
 def test_hub_failure_says_what_was_tried(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = refusal(Data(source="nobody/nothing-at-all:main", split="validation"))
     assert [
         part

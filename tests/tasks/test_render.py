@@ -51,6 +51,14 @@ def test_text_becomes_one_user_message_with_special_tokens_once():
     assert prompt.token_ids.dtype == "int64"
 
 
+@pytest.mark.parametrize("made", [tokenizer(None), tokenizer()])
+def test_an_empty_system_text_is_nothing_where_no_template_is_used(made):
+    data = Data(system="", template="auto" if made.chat_template is None else "none")
+    (prompt,) = render(rows("a b"), made, data).prompts
+    assert words(prompt) == ["<s>", "a", "b"]
+    assert prompt.messages == ({"role": "user", "content": "a b"},)
+
+
 def test_messages_and_system():
     chat = [
         {"role": "user", "content": "a"},

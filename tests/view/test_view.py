@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import html
+import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import gspo
 from gspo import cli
-from gspo.view.files import groups_in, record_file, steps_recorded
-from gspo.view.report import page
+from gspo.view.files import Answer, groups_in, record_file, shared_beginning, steps_recorded
+from gspo.view.report import _group as report_group
+from gspo.view.report import _verdicts, page
+from gspo.view.show import _group as show_group
 
 KEYS: dict[str, Any] = dict(
     steps=3,
@@ -139,3 +145,50 @@ def test_what_a_model_wrote_is_no_markup(run: Path) -> None:
 def test_an_evaluation_refuses_what_it_would_not_use(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("steps=3", "dir=runs/x", "optimizer.learning_rate=1", "algorithm=grpo", "checkpoint.every=3"):
         assert f"{word!r} has no effect on `gspo eval`" in said(capsys, "eval", "random-dense", "tiny", word, code=2)
+
+
+def test_a_stretch_of_verdicts_says_which_step_its_words_are_of() -> None:
+    lines = [
+        {"step": n, "verdict": f"words of {n}", "verdict/kind": "learning", "verdict/warning": False} for n in (1, 2, 3)
+    ]
+    found = _verdicts([*lines, {**lines[0], "step": 4, "verdict": "cut", "verdict/kind": "truncated"}])
+    assert "<td>1 to 3</td><td>at the last of them: words of 3</td>" in found
+    assert "<td>4</td><td>cut</td>" in found
+
+
+def test_the_length_of_a_short_run_is_in_minutes(run: Path) -> None:
+    found = page(run)
+    assert re.search(r"3 of 3 steps in \d+m\d\ds", found)
+    assert "hours" not in found
+
+
+TOOLS = "You may call:\ncalculator\nwith\nan expression\n\n"
+
+
+def talked(ordinal: int) -> Answer:
+    said = (("assistant", "<tool_call>2*3</tool_call>"), ("tool", "six it is"), ("assistant", "6"))
+    return Answer(
+        row=ordinal, ordinal=ordinal, index=0, prompt=f"{TOOLS}question {ordinal}", columns={}, text="6", prompt_ids=[1], ids=list(range(43)),
+        mask=[1] * 20 + [0] * 17 + [1] * 6, stop="environment", reward=1.0, reward_parts={}, reward_error=None, advantage=0.5,
+        messages=[{"role": role, "content": words} for role, words in said],
+    )  # fmt: skip
+
+
+def test_a_conversation_is_shown_with_all_that_was_said_in_it() -> None:
+    answers = [talked(0), talked(1)]
+    shared = shared_beginning([answer.prompt for answer in answers])
+    assert shared == TOOLS
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(show_group(answers[:1], shared))
+    printed = console.export_text()
+    for shown in (printed, html.unescape(report_group(answers[:1], shared))):
+        assert all(words in shown for words in ("<tool_call>2*3</tool_call>", "six it is", "question 0", "26"))
+        assert "43" not in shown, "the environment's tokens are not the answer's"
+        assert "an expression" not in shown, "what every prompt begins with is shown once"
+
+
+def test_a_single_answer_has_no_conversation_below_it() -> None:
+    alone = replace(talked(0), messages=[{"role": "assistant", "content": "6"}])
+    assert alone.turns == []
+    assert shared_beginning([alone.prompt, alone.prompt]) == "", "one prompt is shown as it is"
+    assert shared_beginning(["a\nb\nc", "a\nb\nd"]) == "", "two lines are no burden"

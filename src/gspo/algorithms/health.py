@@ -91,10 +91,17 @@ def _no_signal(m: Mapping[str, Any]) -> Verdict | None:
     if m["groups/steps_without_signal"] < PATIENCE:
         return Verdict("no_signal", text)
     return Verdict(
-        "no_signal",
-        f"{text}, for {m['groups/steps_without_signal']} steps in a row: the task is solved, too hard, or the reward never differs. "
-        "Change the difficulty of the prompts, raise group_size, or look at rollouts/ to see what the reward reads",
-        warning=True,
+        "no_signal", f"{text}, for {m['groups/steps_without_signal']} steps in a row: {_what_then(m)}", warning=True
+    )
+
+
+def _what_then(m: Mapping[str, Any]) -> str:
+    """What it means that no group has carried signal for a while, as far as the last step tells."""
+    if m["groups/all_right"] == m["groups/total"]:
+        return "the task is solved. Only harder prompts have something left to learn from"
+    return (
+        "the task is solved, too hard, or the reward never differs. Change the difficulty of the prompts, raise group_size, or look at "
+        "rollouts/ to see what the reward reads"
     )
 
 
@@ -142,7 +149,7 @@ def _with_signal(m: Mapping[str, Any]) -> str:
     if not _by_critic(m):
         return f"{m['groups/signal']} of {m['groups/total']} groups carry signal"
     explained = m["value/explained_variance"]
-    said = "" if explained is None else f", and the critic knew {explained:.0%} of how their rewards differ"
+    said = "" if explained is None else f", and the critic knew {explained:z.0%} of how their rewards differ"
     return f"{m['rollouts/judged']} of {m['rollouts/total']} answers were judged{said}"
 
 

@@ -209,6 +209,16 @@ def voice(tokenizer: PreTrainedTokenizerBase, found: Found, limits: Conversation
     return Voice(tokenizer, template, tools, limits.history == "template")
 
 
+def untold(found: Found, template: bool) -> str | None:
+    """A notice if there are tools that the model is not told of."""
+    if template or not found.tools:
+        return None
+    return (
+        f"{found.where}: no chat template is used, and only a chat template tells a model of its tools: it calls one only if the prompts say how, "
+        "or if it has learned to. Use an instruct model"
+    )
+
+
 def rehearse(voice: Voice, prompt: Prompt) -> str | None:
     """A conversation as thoughtful models have it, before there is a model: a notice if the template rewrites it.
 

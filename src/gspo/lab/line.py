@@ -112,10 +112,8 @@ class Line:
         if done.is_file():
             return
         folder, log = self.folder / run.name, self.folder / f"{run.name}.log"
-        again = any(folder.glob("checkpoints/[0-9]*/state.json"))
+        again = (folder / "run.yaml").is_file()
         words = (run.words[0], "--resume", str(folder)) if again else (*run.words, f"dir={folder}")
-        if not again and folder.exists():
-            raise RunError(f"{folder} was stopped before its first checkpoint: remove it and start again")
         print(f"{run.name}: gspo {' '.join(words)}", flush=True)
         with log.open("a") as file:
             cost = _process([sys.executable, "-m", "gspo.cli", *words], file)

@@ -23,9 +23,11 @@ from transformers.utils import logging as hf_logging
 
 from gspo import config
 from gspo.errors import InputError
+from gspo.hub import out_of_reach
 from gspo.models import install, lora
 from gspo.models.builtin import BUILTIN, Checkpoint, gguf
 from gspo.models.native import Kernels
+from gspo.models.runs import no_checkpoint
 
 log = logging.getLogger("gspo")
 
@@ -152,11 +154,8 @@ def find(model: config.Model) -> Checkpoint:
     path = Path(model.name).expanduser()
     if model.name in BUILTIN:
         return BUILTIN[model.name]
-    if (path / "run.yaml").is_file():
-        found = sorted(str(folder) for folder in [*path.glob("best"), *path.glob("checkpoints/[0-9]*")])
-        raise InputError(
-            f"model={model.name}: the folder of a run; give a checkpoint of it: {', '.join(found) or 'it has none yet'}"
-        )
+    if wrong := no_checkpoint(path):
+        raise InputError(f"model={model.name}: {wrong}")
     if path.is_dir():
         return _pretrained(model, str(path), origin=str(path.resolve()))
     if path.is_file() and path.suffix == ".gguf":
@@ -166,6 +165,7 @@ def find(model: config.Model) -> Checkpoint:
     hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?", model.name)
     if hub is None or path.suffix == ".gguf":
         raise InputError(f"model={model.name}: no such folder or file{_nearest(model.name)}")
+    out_of_reach()  # asked before transformers asks
     return _pretrained(model, hub[1], origin=model.name, revision=hub[2] or "main")
 
 
@@ -201,6 +201,10 @@ def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
             return read()
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
+        if not known and isinstance(error, OSError) and (why := out_of_reach()):  # it is nowhere
+            raise InputError(
+                f"model={model.name}: no built-in name, no folder here, and {why}.{_nearest(model.name)}"
+            ) from error
         where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
         raise InputError(f"model={model.name}: could not be loaded: {str(error).rstrip('. ')}.{where}") from error
 

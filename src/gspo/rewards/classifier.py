@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.config import Model
 from gspo.errors import InputError
+from gspo.hub import out_of_reach
 from gspo.rewards.call import Item
 from gspo.rewards.runner import Outcome
 from gspo.tasks.pairs import judged_ids
@@ -107,22 +108,27 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+    from gspo.models.load import without_progress_bars
     from gspo.models.lora import is_adapter
+    from gspo.models.runs import no_checkpoint
     from gspo.models.scorer import merged_scorer
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(name).expanduser()
+    if wrong := no_checkpoint(folder):
+        raise InputError(f"{where}: {wrong}")
     if is_adapter(folder):
         try:
             policy = merged_scorer(Model(name=str(folder), device=place, dtype="float32"))
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         return policy.model.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    silent = None if folder.exists() else out_of_reach()
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{where}: {name} is no model that transformers can read: {str(error).splitlines()[0]}"
+            f"{where}: {name} is no model that transformers can read: {silent or str(error).splitlines()[0]}"
         ) from error
     kinds = config.architectures or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
@@ -136,9 +142,8 @@ def load_classifier(name: str, device: str | None, where: str) -> tuple[Any, Any
         )
     try:
         dtype = torch.float32 if place.startswith("cpu") else "auto"
-        model = (
-            AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False).to(place)
-        )
-        return model, AutoTokenizer.from_pretrained(name)
+        with without_progress_bars():
+            model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+        return model.eval().requires_grad_(False).to(place), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{where}: {name} cannot be loaded on {place}: {str(error).splitlines()[0]}") from error

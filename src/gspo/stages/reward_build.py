@@ -75,7 +75,7 @@ def build(
         InputError: for whatever the user can mend; before any weight is read, but for pairs that exceed the model's
             positions.
     """
-    folder, saved = opened(run, resume)
+    place = opened(run, resume)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
 
     def load(model: Model, *, seed: int) -> Policy:
@@ -84,10 +84,10 @@ def build(
         _set_padding(policy, inputs)
         return policy
 
-    ready = prepared(run, inputs, saved, what="pairs", load=load)
+    ready = prepared(run, inputs, place, what="pairs", load=load)
     every = (*inputs.pairs, *inputs.held_out)
     require_room(ready.policy, [(each.prompt.row, max(len(each.chosen), len(each.rejected))) for each in every])
-    common = parts(ready, inputs, folder, saved, ScoreLearner)
+    common = parts(ready, inputs, place, ScoreLearner)
     return RewardJob(**vars(common), pairs={each.prompt.row: each for each in inputs.pairs}, held_out=inputs.held_out)
 
 

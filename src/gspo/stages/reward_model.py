@@ -122,7 +122,10 @@ def _as_rollout(index: int, rest: np.ndarray) -> Rollout:
 class RewardJob(Stage):
     """A run that makes a reward model."""
 
-    gains: ClassVar = {"loss": ("held-out loss", ".4f"), "accuracy": ("held-out accuracy", ".3f")}
+    @property
+    def gains(self) -> Mapping[str, tuple[str, str]]:
+        return {"loss": ("held-out loss", ".4f"), "accuracy": ("held-out accuracy", ".3f")}
+
     together: ClassVar = 2
     run: RewardRun
     pairs: Mapping[int, Preferred]

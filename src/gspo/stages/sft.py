@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from gspo.algorithms.losses import Tally
 from gspo.batch import Batch, Microbatch, answers_batch
+from gspo.console import between
 from gspo.engines.local import LocalEngine
 from gspo.evaluate import measure
 from gspo.journal import write_evaluations, writing
@@ -64,7 +64,6 @@ def _as_rollout(index: int, each: Answered) -> Rollout:
 class SftJob(Stage):
     """A run of supervised fine-tuning."""
 
-    gains: ClassVar = {"loss": ("held-out loss", ".4f"), "reward": ("held-out accuracy", ".3f")}
     run: Sft
     answers: Mapping[int, Answered]
     """By row of their prompt."""
@@ -74,6 +73,15 @@ class SftJob(Stage):
     pool: Pool | None
     """The processes in which they are judged, if that needs any."""
     engine: LocalEngine | None
+    binary: bool = True
+    """Every answer that was sampled and judged so far is worth 0 or 1."""
+
+    @property
+    def gains(self) -> Mapping[str, tuple[str, str]]:
+        return {
+            "loss": ("held-out loss", ".4f"),
+            "reward": ("held-out accuracy" if self.binary else "held-out reward", ".3f"),
+        }
 
     def close(self) -> None:
         """End the processes of the reward functions too."""
@@ -98,6 +106,7 @@ class SftJob(Stage):
             self.engine.load(self.learner.weights(), version=self.progress.step)
             prompts = [each.asked for each in self.held_out]
             evaluations = measure(self.engine, prompts, self.reward, self.run.eval)
+            self.binary = self.binary and evaluations["eval"].binary
             rollouts = self.folder / "rollouts"
             with writing(rollouts, self.progress.step):
                 rollouts.mkdir(exist_ok=True)
@@ -111,6 +120,6 @@ class SftJob(Stage):
     def shown(self, metrics: Metrics) -> str:
         m, reward = metrics, metrics.get("eval/reward")
         sampled = (
-            "" if reward is None else f", reward {reward:.3f} ({m['eval/reward_low']:.2f}-{m['eval/reward_high']:.2f})"
+            "" if reward is None else f", reward {reward:.3f} {between(m['eval/reward_low'], m['eval/reward_high'])}"
         )
         return f"loss {m['eval/loss']:.4f}{sampled}"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from gspo import store
 from gspo.engines.local import LocalEngine
 from gspo.errors import InputError
 from gspo.inputs import Row, code_of, surroundings
 from gspo.models.load import Policy, load_policy, load_tokenizer
+from gspo.place import Place
 from gspo.rewards.call import FromFile
 from gspo.rewards.load import load, open_scorers
 from gspo.rewards.runner import Pool
@@ -95,19 +95,19 @@ def build(
         InputError: for whatever the user can mend; before any weight is read, but for answers that hold an end token
             or exceed the model's positions.
     """
-    folder, saved = opened(run, resume)
+    place = opened(run, resume)
     inputs = read_inputs(run, rows=rows, eval_rows=eval_rows)
     try:
-        return _joined(run, inputs, folder, saved)
+        return _joined(run, inputs, place)
     except BaseException:
         inputs.close()
         raise
 
 
-def _joined(run: Sft, inputs: Inputs, folder: Path, saved: store.Saved | None) -> SftJob:
-    ready = prepared(run, inputs, saved, what="answers", load=load_policy)
+def _joined(run: Sft, inputs: Inputs, place: Place) -> SftJob:
+    ready = prepared(run, inputs, place, what="answers", load=load_policy)
     whole = _with_ends(inputs, ready.policy)
-    common = parts(ready, inputs, folder, saved)
+    common = parts(ready, inputs, place)
     return SftJob(
         **vars(common),
         answers={each.prompt.row: each for each in whole.answers},

@@ -119,8 +119,6 @@ class Parts:
 class Stage(Parts, ABC):
     """The parts of a run and what `tune` calls on them."""
 
-    gains: ClassVar[Mapping[str, tuple[str, str]]]
-    """Key of what is measured -> its name and form for the last lines of the command."""
     together: ClassVar[int] = 1
     """Answers that are never cut apart."""
     held_out: Sized
@@ -132,6 +130,11 @@ class Stage(Parts, ABC):
     _paces: list[float] = field(default_factory=list)
 
     # -------------------------------------------------------------------------- of each kind its own
+
+    @property
+    @abstractmethod
+    def gains(self) -> Mapping[str, tuple[str, str]]:
+        """Key of what is measured -> its name and form for the last lines of the command."""
 
     @abstractmethod
     def batch(self, draws: Sequence[Draw]) -> Batch:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gspo import presets, store
-from gspo.build import about, go_on, new_folder, open_policy, require_same_data, start, with_learning_rate
+from gspo import presets
+from gspo.build import about, go_on, open_policy, start, with_learning_rate
 from gspo.console import Console
 from gspo.errors import InputError
 from gspo.inputs import Row, changed_code
@@ -22,6 +22,7 @@ from gspo.journal import Lines
 from gspo.learner import Learner
 from gspo.metrics import Metrics
 from gspo.models.load import Policy
+from gspo.place import Place, place_of
 from gspo.stage_config import AnyStage
 from gspo.stages.stage import Parts
 from gspo.store import Store
@@ -72,10 +73,10 @@ NOTHING_HELD_OUT = (
 )
 
 
-def opened(run: AnyStage, resume: Path | None) -> tuple[Path, store.Saved | None]:
+def opened(run: AnyStage, resume: Path | None) -> Place:
     """The folder of the run, and what it goes on from. Raises InputError for a tracker that is not installed."""
     table.require(run.trackers)
-    return resume or new_folder(run), store.read_saved(resume) if resume else None
+    return place_of(run, resume)
 
 
 @dataclass(frozen=True)
@@ -89,24 +90,23 @@ class Prepared:
     console: Console
 
 
-def prepared(
-    run: AnyStage, inputs: StageInputs, saved: store.Saved | None, *, what: str, load: Callable[..., Policy]
-) -> Prepared:
+def prepared(run: AnyStage, inputs: StageInputs, place: Place, *, what: str, load: Callable[..., Policy]) -> Prepared:
     """Say the plan and load the model. `what`: the rows in a word."""
-    require_same_data(saved, inputs.sha256)
+    place.require_same_data(inputs.sha256)
     count = len(inputs.prompts)
     steps = run.steps or math.ceil((run.epochs or 1) * count / run.batch_size)
     run = run.model_copy(update={"steps": steps, "epochs": None})
     console = Console(steps)
+    place.say_anew(console)
     console.say(
         f"{count} {what} to learn, {len(inputs.held_out)} held out; {run.batch_size} {what} an update; {steps} updates, "
         f"{steps * run.batch_size / count:.2f} times through the data; micro-batches of up to {run.max_tokens_per_microbatch} tokens"
     )
     for note in inputs.notes:
         console.say(f"note: {note}")
-    for change in changed_code(inputs.code, saved):
+    for change in changed_code(inputs.code, place.about):
         console.say(f"warning: {change}")
-    policy, threads = open_policy(run, saved, console, load)
+    policy, threads = open_policy(run, place, console, load)
     run = with_learning_rate(run, policy, console)
     return Prepared(run, policy, threads, console)
 
@@ -114,12 +114,12 @@ def prepared(
 def parts(
     ready: Prepared,
     inputs: StageInputs,
-    folder: Path,
-    saved: store.Saved | None,
+    place: Place,
     learner_of: type[Learner] = Learner,
 ) -> Parts:
     """The folder of a new run, or the place where the checkpoint left it."""
     run, policy, console = ready.run, ready.policy, ready.console
+    folder, saved = place.folder, place.saved
     assert run.steps is not None
     learner = learner_of(
         model=policy.model,
@@ -139,7 +139,8 @@ def parts(
             else go_on(run, learner, saved, console)
         )
         checkpoints.settle(progress)
-        lines = Lines(folder, after=progress.step)
+        lines = Lines(folder, after=place.kept)
+        console.say_aside(lines.aside)
         undo.pop_all()
     return Parts(
         run=run,

@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo.config import Data, HeldOut
 from gspo.errors import InputError
+from gspo.hub import out_of_reach
 from gspo.tasks import builtin
 from gspo.tasks.task import Side, Task
 
@@ -236,6 +237,7 @@ def _from_hub(data: Data) -> Rows:
         raise InputError(f"data: {path}: cannot read files of this kind; the name must end in {', '.join(_READERS)}")
     if path.is_dir() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
         raise InputError(f"data: {data.source}: {_no_file(path)}")
+    silent = out_of_reach()
     import datasets
 
     try:
@@ -244,7 +246,7 @@ def _from_hub(data: Data) -> Rows:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
             f"data.source={data.source}: tried the built-in tasks ({', '.join(builtin.TASKS)}), a file of that name, and the "
-            f"hub data set {source!r} with split {data.split!r}, where: {error}. A configuration of a data set is "
+            f"hub data set {source!r} with split {data.split!r}, where: {silent or error}. A configuration of a data set is "
             f"written {source}:CONFIGURATION.{_near_file(path)}"
         ) from error
     return _collect(f"{data.source} ({data.split})", _listed(table, data.limit))

@@ -48,7 +48,9 @@ def render(
             under `drop` when none is left; a prompt without tokens.
     """
     chat = uses_template(rows, tokenizer, data)
-    spoken = [_spoken(rows, i, tokenizer, data, tools if chat else ()) for i in range(len(rows))]
+    if not chat:  # an empty system text is nothing there
+        data, tools = data.model_copy(update={"system": None}), ()
+    spoken = [_spoken(rows, i, tokenizer, data, tools) for i in range(len(rows))]
     if chat:
         places = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
         texts = [_text(rows, i, messages, tokenizer, places) for i, messages in enumerate(spoken)]
@@ -79,7 +81,7 @@ def uses_template(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     if has and data.template != "none":
         return True
     why = "data.template=none" if data.template == "none" else "this model's tokenizer has no chat template"
-    if data.system is not None:
+    if data.system:
         raise InputError(f"data.system has no effect: {why}. Put it into the prompts, or leave it out")
     if messages := [i for i, row in enumerate(rows.rows) if not isinstance(row[data.prompt], str)]:
         raise InputError(f"{rows.name}: {rows.places(messages)}: chat messages need a chat template, and {why}")

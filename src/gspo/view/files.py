@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ class Answer:
     """None: of an evaluation."""
     clipped: float | None = None
     """Share of its tokens whose gradient the gate took; None: not trained on."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy wrote: in a conversation, others wrote some."""
+        return sum(self.mask)
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """Role and words of each message of a conversation; nothing if one answer was all of it."""
+        said = [(str(message["role"]), str(message["content"]).strip()) for message in self.messages]
+        return said if len(said) > 1 else []
 
 
 _FIELDS = tuple(field.name for field in fields(Answer))
@@ -120,3 +131,16 @@ def answers_in(path: Path) -> Iterator[Answer]:
         raise InputError(f"{path}: damaged, or cut off while it was written ({error})") from error
     if empty:
         raise InputError(f"{path}: damaged: there is not one answer in it")
+
+
+_LINES = 4
+"""As many lines have to be the same before they are worth a place of their own."""
+
+
+def shared_beginning(prompts: Sequence[str]) -> str:
+    """The whole lines that all of several prompts begin with (a description of tools, say); empty if they are few."""
+    if len(set(prompts)) < 2:
+        return ""
+    lines = zip(*(prompt.splitlines(keepends=True) for prompt in prompts), strict=False)
+    same = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, lines)]
+    return "".join(same) if len(same) >= _LINES else ""

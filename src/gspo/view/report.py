@@ -12,6 +12,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from gspo.console import duration
 from gspo.errors import InputError
 from gspo.view import files
 from gspo.view.files import Answer, Metrics
@@ -90,13 +91,13 @@ def _summary(folder: Path, lines: Sequence[Metrics]) -> str:
     run = files.settings_of(folder)
     about = run.get("about", {})
     model, algorithm = run["model"]["name"], (run.get("algorithm") or {}).get("name", about.get("command", ""))
-    hours = sum(line.get("time/step") or 0.0 for line in lines) / 3600
+    seconds = sum(line.get("time/step") or 0.0 for line in lines)
     measured = [line["eval/reward"] for line in lines if line.get("eval/reward") is not None]
     start = next((line["eval/start/reward"] for line in lines[:1] if "eval/start/reward" in line), None)
     held_out = f"; held-out reward {_number(start)} → {_number(measured[-1])}" if measured else ""
     return (
         f'<p class="soft">{escape(str(algorithm))} on <code>{escape(str(model))}</code>, seed {run["seed"]}, '
-        f"{len(lines)} of {run['steps']} steps in {hours:.2f} hours{held_out}. gspo {escape(str(about.get('gspo', '')))}, "
+        f"{len(lines)} of {run['steps']} steps in {duration(seconds)}{held_out}. gspo {escape(str(about.get('gspo', '')))}, "
         f"torch {escape(str(about.get('torch', '')))}, {escape(str(about.get('device', '')))}.</p>"
     )
 
@@ -134,6 +135,7 @@ def _verdicts(lines: Sequence[Metrics]) -> str:
         first, last = stretch[0]["step"], stretch[-1]["step"]
         words = escape(str(stretch[-1]["verdict"]))
         steps = str(first) if first == last else f"{first} to {last}"
+        words = words if first == last else f"at the last of them: {words}"
         rows.append((steps, f'<span class="warn">{words}</span>' if warning else words))
     return table(("steps", "verdict"), rows)
 
@@ -164,13 +166,20 @@ def _samples(folder: Path) -> str:
         chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
         for step in dict.fromkeys(chosen):
             found = files.groups_in(files.record_file(folder, step, evaluation=evaluation))
-            shown = "".join(_group(group) for group in found[:_SAMPLED_GROUPS])
+            groups = found[:_SAMPLED_GROUPS]
+            shared = files.shared_beginning([group[0].prompt for group in groups])
+            shown = (
+                f'<p class="soft">Every prompt begins with:</p><pre class="prompt">{_cut(shared)}</pre>'
+                if shared
+                else ""
+            )
+            shown += "".join(_group(group, shared) for group in groups)
             more = f", {min(_SAMPLED_GROUPS, len(found))} of {len(found)} groups"
             parts.append(f"<details><summary>{title}, step {step}{more}</summary>{shown}</details>")
     return "".join(parts) or '<p class="soft">None are recorded.</p>'
 
 
-def _group(answers: Sequence[Answer]) -> str:
+def _group(answers: Sequence[Answer], shared: str) -> str:
     rows = [
         (
             str(a.index),
@@ -178,15 +187,22 @@ def _group(answers: Sequence[Answer]) -> str:
             "<br>".join(f"{escape(name)} {_number(value)}" for name, value in a.reward_parts.items()),
             "–" if a.advantage is None else f"{a.advantage:+.2f}",
             "–" if a.advantage is None else clipped_words(a),
-            f"{len(a.ids)}{'' if a.stop == 'eos' else ' ' + escape(a.stop)}",
-            f"<pre>{_cut(a.text)}</pre>",
+            f"{a.sampled}{'' if a.stop == 'eos' else ' ' + escape(a.stop)}",
+            f"<pre>{_cut(a.text)}</pre>{_talk(a)}",
         )
         for a in answers[:_SAMPLED_ANSWERS]
     ]
     head = ("", "reward", "parts", "advantage", "clipped", "tokens", "answer")
     left = len(answers) - len(rows)
     more = f'<p class="soft">{left} more answers are in the record.</p>' if left else ""
-    return f'<pre class="prompt">{_cut(answers[0].prompt)}</pre>{table(head, rows)}{more}'
+    prompt = ("… " if shared else "") + answers[0].prompt[len(shared) :]
+    return f'<pre class="prompt">{_cut(prompt)}</pre>{table(head, rows)}{more}'
+
+
+def _talk(answer: Answer) -> str:
+    """The conversation that the answer is the end of."""
+    said = "".join(f'<p class="soft">{escape(role)}</p><pre>{_cut(words)}</pre>' for role, words in answer.turns)
+    return f"<details><summary>{len(answer.turns)} messages</summary>{said}</details>" if said else ""
 
 
 def _cut(text: str) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.errors import InputError
-from gspo.view.files import Answer, groups_in, journal, record_file, taken_as_whole
+from gspo.view.files import Answer, groups_in, journal, record_file, shared_beginning, taken_as_whole
 
 
 def show(folder: Path, step: int | None, *, evaluation: bool, groups: int, out: Console) -> None:
@@ -35,8 +35,11 @@ def show(folder: Path, step: int | None, *, evaluation: bool, groups: int, out: 
     with taken_as_whole(folder):
         head = _head(folder, step, line, evaluation)
     out.print(head)
+    shared = shared_beginning([group[0].prompt for group in found[:groups]])
+    if shared:
+        out.print(Panel(Text(shared.strip(), style="cyan"), title="every prompt begins with", title_align="left"))
     for group in found[:groups]:
-        out.print(_group(group))
+        out.print(_group(group, shared))
     if len(found) > groups:
         out.print(f"{len(found) - groups} more groups: --groups {len(found)}", style="dim")
 
@@ -53,7 +56,7 @@ def _head(folder: Path, step: int, line: dict[str, Any] | None, evaluation: bool
     return Group(title, Text(numbers), Text(str(line["verdict"]), style="yellow" if line["verdict/warning"] else ""))
 
 
-def _group(answers: Sequence[Answer]) -> RenderableType:
+def _group(answers: Sequence[Answer], shared: str) -> RenderableType:
     parts = list(dict.fromkeys(name for answer in answers for name in answer.reward_parts))
     trained = any(answer.advantage is not None for answer in answers)
     table = Table(expand=True, box=None, pad_edge=False, header_style="dim")
@@ -72,9 +75,10 @@ def _group(answers: Sequence[Answer]) -> RenderableType:
         if trained:
             cells += [f"{answer.advantage or 0.0:+.2f}", clipped_words(answer)]
         end = "" if answer.stop == "eos" else f" [{answer.stop}]"
-        table.add_row(*cells, f"{len(answer.ids)}{end}".replace("[", r"\["), _text(answer))
+        table.add_row(*cells, f"{answer.sampled}{end}".replace("[", r"\["), _text(answer))
     first = answers[0]
-    return Panel(Group(Text(first.prompt.strip(), style="cyan"), table), title=f"row {first.row}", title_align="left")
+    prompt = ("… " if shared else "") + first.prompt[len(shared) :].strip()
+    return Panel(Group(Text(prompt, style="cyan"), table), title=f"row {first.row}", title_align="left")
 
 
 def clipped_words(answer: Answer) -> str:
@@ -86,6 +90,8 @@ def clipped_words(answer: Answer) -> str:
 
 def _text(answer: Answer) -> Text:
     words = Text(answer.text.strip() or "(empty)")
+    for role, said in answer.turns:
+        words.append(f"\n{role}: ", style="dim").append(said, style="dim")
     if answer.reward_error:
         words.append("\n" + answer.reward_error.strip().splitlines()[-1], style="red")
     return words
