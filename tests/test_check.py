@@ -236,7 +236,7 @@ def test_a_template_that_rewrites_earlier_turns_is_said() -> None:
 
 MEASURED = Trial(
     parameters=1000, prompt_tokens=10, answers=16, rollout_seconds=2.0, trained=4, update_seconds=3.0, peak_bytes=10**8,
-    budget=1024, on_gpu=False,
+    budget=1536, on_gpu=False,
 )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_a_step_that_fits_only_in_smaller_pieces_and_one_that_fills_memory_are_t
     run = settings.load("tiny", SMALL)
     assert _step(run, MEASURED).mend is None
     assert _step(run, replace(MEASURED, budget=256)).mend == (
-        "max_tokens_per_microbatch=1024 does not fit into memory: set it to 256"
+        "max_tokens_per_microbatch=1536 does not fit into memory: set it to 256"
     )
     assert _memory(MEASURED).mend is None
     assert "lower max_tokens_per_microbatch" in str(

@@ -152,7 +152,7 @@ def test_the_demo_ends_with_its_accuracy(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_reward_that_is_no_share_is_called_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reward=overlong:20", "sampling.max_new_tokens=6", "eval.limit=4", "threads=1", "steps=1"]
+    words = ["reward=overlong:2", "sampling.max_new_tokens=6", "eval.limit=4", "threads=1", "steps=1"]
     code, out, err = run(capsys, "train", "tiny", f"dir={tmp_path / 'run'}", *words)
     assert code == 0, err
     assert out.splitlines()[-1].startswith("held-out reward: -0.")

@@ -117,7 +117,7 @@ def test_the_sampler_hears_of_every_group() -> None:
 
 def test_rows_for_which_it_makes_no_sense_refuse_it() -> None:
     with pytest.raises(gspo.InputError, match="resample looks for groups whose rewards differ"):
-        settings.load("tiny", ["algorithm=grpo", "algorithm.name=own", "algorithm.ratio=token", "algorithm.gate=none",
+        settings.load("tiny", ["algorithm.name=own", "algorithm.ratio=token", "algorithm.gate=none",
                                "algorithm.aggregation=token_mean", "algorithm.advantage=batch_mean_std", "algorithm.resample=2"])  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,12 +129,15 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(dtype: str, tmp_path:
     assert [line["step"] for line in journal(aside)] == [5, 6], "lines past the checkpoint are kept beside the run"
 
 
-def test_a_half_written_checkpoint_is_never_picked(tmp_path: Path) -> None:
+def test_a_half_checkpoint_is_never_picked(tmp_path: Path) -> None:
     """verl-project/verl#4873."""
     folder = tiny(tmp_path / "run", checkpoint={"every": 1, "keep": 2}, eval={"every": 0}).folder
     broken = folder / "checkpoints" / "00000009"
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(gspo.InputError, match=r"00000009.state\.json is damaged"):  # a save is whole or not at all
+        gspo.train(resume=folder, reward=digits, steps=4)
+    shutil.rmtree(broken)
     assert gspo.train(resume=folder, reward=digits, steps=4).step == 4
     assert sorted(p.name for p in (folder / "checkpoints").glob("0000000[0-8]")) == ["00000003", "00000004"]
 
@@ -162,7 +166,7 @@ def worse_each_time() -> Any:
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path) -> None:
     tiny(tmp_path / "run", steps=1)
-    with pytest.raises(gspo.InputError, match="--resume"):
+    with pytest.raises(gspo.InputError, match="resume="):
         tiny(tmp_path / "run", steps=1)
 
 

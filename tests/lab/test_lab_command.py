@@ -32,7 +32,7 @@ def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
         ([], "--all"),
         (["control", "--all"], "--all"),
         (["control", "steps=3"], "only dir=FOLDER"),
-        (["control", "dir=a", "dir=b"], "dir=FOLDER is given once"),
+        (["control", "dir=a", "dir=b"], "dir= is given 2 times"),
         (["clip-fraction", "--quick", f"dir={__file__}"], "no folder that can be made"),
         (["clip-fraction", "--quick", "dir=/proc/x"], "dir=/proc/x: no folder that can be made"),
     ],
