@@ -96,7 +96,7 @@ def test_vllm_computes_the_exported_model(kind: str, tmp_path: Path) -> None:
         tokenizer("the seven letters are d, b, a and c in that order; 12 - 7 = 5")["input_ids"],
     ]
     found, expected = by_vllm(folder, texts), by_transformers(folder, texts)
-    assert found["dtype"] == "torch.float32", "that of the folder"
+    assert found["dtype"] == "torch.float32"
     for mine, theirs in zip(expected["logprobs"], found["logprobs"], strict=True):
         assert theirs == pytest.approx(mine, abs=1e-3)
     assert found["greedy"] == expected["greedy"]

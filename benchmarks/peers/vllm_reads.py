@@ -17,8 +17,11 @@ def main() -> None:
     prepare()
     from vllm import LLM, SamplingParams
 
-    # As a user would: the dtype, the end tokens and the tokenizer are those of the folder.
-    llm = LLM(asked["model"], enforce_eager=True, max_model_len=512, enable_prefix_caching=False, seed=0)
+    # End tokens and tokenizer are those of the folder. So is the dtype, but float32 has to be asked for: vLLM's `auto`
+    # takes float32 weights in bfloat16.
+    llm = LLM(
+        asked["model"], enforce_eager=True, max_model_len=512, enable_prefix_caching=False, seed=0, dtype="float32"
+    )
     greedy = SamplingParams(temperature=0.0, max_tokens=asked["new_tokens"], prompt_logprobs=0, logprobs=0)
     found = llm.generate([{"prompt_token_ids": ids} for ids in asked["texts"]], greedy, use_tqdm=False)
     result = {
