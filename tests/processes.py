@@ -30,20 +30,25 @@ def all_gone(mark: str, within: float = 3.0) -> bool:
     return not left
 
 
-KILLED_WHILE_JUDGING = """
+def killed_while_judging(name: str, reward: str) -> str:
+    """A script that trains `tiny` in argv[1] by a function `name` that returns `reward`, and is killed at call argv[2]."""
+    return f"""
 import json, os, signal, sys
 import gspo
 
 folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 trainer, done = os.getpid(), 0
 
-def digits(completion):
+def {name}(completion):
     global done
     done += 1
     if done == calls:
         os.kill(trainer, signal.SIGKILL)
-    return sum(c.isdigit() for c in completion) / max(1, len(completion))
+    return {reward}
 
-gspo.train("tiny", dir=folder, reward=digits, **keys)
+gspo.train("tiny", dir=folder, reward={name}, **keys)
 """
+
+
+KILLED_WHILE_JUDGING = killed_while_judging("digits", "sum(c.isdigit() for c in completion) / max(1, len(completion))")
 """A run that is killed in the middle of judging, by its worker, at the reward number `calls`: folder, calls, keys as JSON."""

@@ -29,6 +29,7 @@ from gspo import settings
 from gspo.drawing import Drawn, draw, teaches
 from gspo.tasks.sampler import Draw, Sampler
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
+from processes import killed_while_judging
 
 DAPO = gspo.PRESETS["dapo"]
 Line = dict[str, Any]
@@ -123,22 +124,7 @@ def test_rows_for_which_it_makes_no_sense_refuse_it() -> None:
 
 # ------------------------------------------------------------------------------ in runs
 
-SCRIPT = """
-import json, os, signal, sys
-import gspo
-
-folder, calls, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-trainer, done = os.getpid(), 0
-
-def seldom(completion):
-    global done
-    done += 1
-    if done == calls:
-        os.kill(trainer, signal.SIGKILL)
-    return float(sum(map(ord, completion)) % 7 == 0)
-
-gspo.train("tiny", dir=folder, reward=seldom, **keys)
-"""
+SCRIPT = killed_while_judging("seldom", "float(sum(map(ord, completion)) % 7 == 0)")
 SHORT: dict[str, Any] = {
     "steps": 6,
     "prompts_per_step": 4,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo import config, presets, settings
+from gspo import config, presets, settings, written
 from gspo.critic_config import Critic
 from gspo.errors import InputError
 from gspo.stage_config import Sft
@@ -331,6 +331,14 @@ def test_numbers_and_switches_are_what_they_look_like(recipe):
         settings.load(None, ["steps=1:30"])
     with pytest.raises(InputError, match="'off', 'warn' or 'rollback'"):
         settings.load(None, ["guard=on"])
+
+
+@pytest.mark.parametrize("text", ["1e5", "010", "1:30", "off", "true", "~", "12_000", ".5"])
+def test_a_text_that_looks_like_something_else_is_dumped_as_a_text(text):
+    run = settings.load(None, keys={"data.prompt": text})
+    dumped = written.write(settings.dump(run))
+    assert settings.check(written.read(dumped), "run.yaml") == run
+    assert yaml.safe_load(dumped)["data"]["prompt"] == text, "as YAML 1.1, which most readers are of"
 
 
 def test_a_section_in_braces_is_a_section():

@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 
+from gspo import written
 from gspo.errors import InputError
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """What run.yaml, or a copy of it in a checkpoint, says. Raises InputError for what is no settings of a run."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = written.read(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise InputError(f"{path}: damaged, it cannot be read as YAML: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("about", {}), dict):

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gspo import __version__, settings
+from gspo import __version__, settings, written
 from gspo.ahead import write_ahead
 from gspo.drawing import Drawn
 from gspo.errors import InputError, RunError
@@ -327,7 +326,7 @@ def change_steps(folder: Path, steps: int) -> int:
 def _write_yaml(folder: Path, run: dict[str, Any]) -> None:
     """run.yaml, whole or not at all."""
     draft = folder / DRAFT
-    draft.write_text(yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+    draft.write_text(written.write(run), encoding="utf-8")
     draft.replace(folder / "run.yaml")
 
 

@@ -1,6 +1,6 @@
 """YAML as people mean it: the scalars of YAML 1.2, and a key that stands once.
 
-In: text. Out: plain values. `settings`, and the tasks that take settings of their own, read by it.
+In: text. Out: plain values; and back. Whatever reads settings, of a recipe, a word or a run.yaml, reads them by it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,21 @@ for _kind, _pattern, _firsts in (
 _Plain.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version would take for something else than text."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Plain.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Plain.yaml_implicit_resolvers}
+}
+
+
 def read(text: str) -> Any:
     """The value that `text` describes. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=_Plain)
+
+
+def write(value: Any) -> str:
+    """A text that `read`, and a reader of YAML 1.1, take for `value`."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -9,6 +9,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from kept import kept_bytes
 from torch import Tensor
 
 from gspo import InputError, config
@@ -69,19 +70,7 @@ def test_gemmas_norms_and_other_activations_stay_as_they_are() -> None:
 
 def test_less_is_kept_for_the_backward_pass() -> None:
     def kept(model: Any) -> int:
-        seen: dict[int, int] = {}
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def keep(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                seen[storage.data_ptr()] = storage.nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            result = model(input_ids=torch.arange(60)[None], use_cache=False)
-        del result
-        return sum(seen.values())
+        return kept_bytes(model, lambda: model(input_ids=torch.arange(60)[None], use_cache=False))
 
     stock = families.make("llama", torch.float32).bfloat16()
     ours = deepcopy(stock)

@@ -9,6 +9,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from kept import kept_bytes
 from torch import Tensor, nn
 
 from gspo.models import fused, layers
@@ -140,21 +141,10 @@ def test_layouts_of_the_engine_go_through_the_modules() -> None:
 
 
 def test_less_is_kept_for_the_backward_pass() -> None:
+    layout = Packed([len(ids) for ids in TREE.tokens], parents=TREE.parents)
+
     def kept(model: Any) -> int:
-        seen: dict[int, int] = {}
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def keep(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                seen[storage.data_ptr()] = storage.nbytes()
-            return x
-
-        layout = Packed([len(ids) for ids in TREE.tokens], parents=TREE.parents)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            result = trained_logprobs(model, layout=layout, temperature=1.0, **TREE.rows())  # type: ignore[arg-type]
-        del result
-        return sum(seen.values())
+        return kept_bytes(model, lambda: trained_logprobs(model, layout=layout, temperature=1.0, **TREE.rows()))  # type: ignore[arg-type]
 
     modules = prepared(torch.bfloat16, None)
     fused.install(modules, fused.Kernels())

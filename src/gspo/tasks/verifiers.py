@@ -20,8 +20,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-import yaml
-
+from gspo import written
 from gspo.errors import InputError
 from gspo.tasks.environment import Said, Step
 from gspo.tasks.task import HELD_OUT, Side
@@ -153,7 +152,7 @@ def _source(words: str) -> _Source:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        taskset = {key.strip(): yaml.safe_load(value) for key, value in given.items()}
+        taskset = {key.strip(): written.read(value) for key, value in given.items()}
         env = load_environment(resolve_env_config({"taskset": {"id": name, **taskset}}))
         seats = agent_config_fields(env.config)
     except Exception as error:  # of pydantic, of importing, of the taskset itself

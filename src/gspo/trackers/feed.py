@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from gspo import written
 from gspo.trackers.adapters import About, Tracker, start
 from gspo.warden import guard
 
@@ -31,7 +30,7 @@ def feed(name: str, folder: Path, after: int, events: int, end: int) -> None:
     def tell(**event: Any) -> None:
         os.write(events, json.dumps(event).encode() + b"\n")
 
-    settings = yaml.safe_load((folder / "run.yaml").read_text())
+    settings = written.read((folder / "run.yaml").read_text(encoding="utf-8"))
     tell(at="start")
     try:
         tracker = start(name, About(folder.resolve().name, folder, settings, after))
