@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,13 @@ def test_they_are_compiled_once(monkeypatch: pytest.MonkeyPatch, fresh: None, tm
     native.kernels()
     assert [command[1:] for command in ran] == [["--version"]]
     assert list(tmp_path.rglob("*.so")) == [made]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_kernels_compile_wherever_the_compiler_knows_the_instructions(tmp_path: Path) -> None:
+    """Else a mistake in the source would only skip the tests of this file."""
+    flags = ["g++", *native._FLAGS]
+    if subprocess.run([*flags, "-x", "c++", "/dev/null", "-o", str(tmp_path / "empty.so")], check=False).returncode:
+        pytest.skip("this g++ knows no AMX")
+    made = subprocess.run([*flags, str(native._SOURCE), "-o", str(tmp_path / "kernels.so")], capture_output=True, text=True, check=False)  # fmt: skip
+    assert made.returncode == 0, made.stderr
