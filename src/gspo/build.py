@@ -223,6 +223,7 @@ def learner_of(run: Run, policy: Policy, critic: Critic | None) -> Learner:
         max_new_tokens=run.longest,
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=policy.compute_dtype,
+        kernels=policy.kernels,
         reference=reference,
         critic=run.critic,
         values=critic.own.predict if critic is not None and critic.own is not None else None,

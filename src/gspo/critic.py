@@ -152,6 +152,7 @@ def _separate(run: Run, policy: Policy, kept: store.CriticState | None, updates:
         max_new_tokens=1,
         total_updates=run.steps * run.algorithm.updates_per_step * run.algorithm.epochs,
         compute_dtype=loaded.compute_dtype,
+        kernels=loaded.kernels,
     )
     if kept is not None:
         own.restore(dict(kept.moments), updates)

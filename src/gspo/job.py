@@ -28,7 +28,6 @@ from gspo.evaluate import Evaluation, measure
 from gspo.inputs import Inputs
 from gspo.journal import Journal
 from gspo.learner import Learner
-from gspo.machine import give_pages_back
 from gspo.metrics import Metrics, StepOutcome
 from gspo.models.load import Policy
 from gspo.rescue import Rescue
@@ -122,7 +121,6 @@ class Job:
             last = min(done + 1 + self.run.max_staleness, self.run.steps)
             while done + len(self.ahead) < last:
                 self.ahead.append(self._draw())
-            give_pages_back()
             self._drawn = self.ahead.popleft()
             return self._drawn.groups
 

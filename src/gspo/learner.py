@@ -24,11 +24,12 @@ from gspo.batch import Batch, Batches, Microbatch
 from gspo.credit import weigh
 from gspo.critic_config import Critic
 from gspo.errors import DivergedError, OutOfMemoryError, RunError
-from gspo.machine import give_pages_back, within_memory
+from gspo.machine import within_memory
 from gspo.models.attention import Packed
 from gspo.models.heads import trained_logprobs
 from gspo.models.lora import Reference, named_weights
 from gspo.models.masters import Gradients
+from gspo.models.native import Kernels
 from gspo.models.routing import Routed, Routers, Routing, routers_of
 from gspo.models.values import ValueHead
 from gspo.objectives import Objective, Read, value_term
@@ -53,6 +54,8 @@ class Learner:
     total_updates: int
     """Updates of the whole run: what `schedule` counts down to."""
     compute_dtype: torch.dtype = torch.float32
+    kernels: Kernels | None = None
+    """That multiply where the model computes in bfloat16 on a CPU."""
     reference: nn.Module | None = None
     """Frozen starting policy, if the row has a KL term."""
     critic: Critic | None = None
@@ -104,7 +107,7 @@ class Learner:
             return trainable
         masters = {name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()}
         cast(self.model, self.compute_dtype)
-        self._gradients = Gradients(self.model, masters)
+        self._gradients = Gradients(self.model, masters, self.kernels)
         return masters
 
     # -------------------------------------------------------------------------- before the first update
@@ -180,7 +183,6 @@ class Learner:
         except OutOfMemoryError:
             self._drop_gradients()
             raise
-        give_pages_back()
         parity = sums.parity + self._parity_of_old_pass(batch)
         learning_rate = self._set_learning_rate()
         grad_norm = self._step(sums.tally)
@@ -249,6 +251,7 @@ class Learner:
             target_N=batch.target_N[micro.trained],
             temperature=self.temperature,
             values=None if shared is None else shared.of,
+            kernels=self.kernels,
         )
         return Read(*read_N)
 

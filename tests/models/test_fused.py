@@ -57,7 +57,7 @@ def test_the_gradients_are_those_of_the_formulas() -> None:
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,)))
     assert torch.autograd.gradcheck(lambda x, w: fused._Norm.apply(x, w, 1e-5, kernels), (x, weight))
     gate, up, down = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3, 5), (4, 5)))
-    assert torch.autograd.gradcheck(lambda a, b, c: fused._GatedDown.apply(a, b, c, kernels), (gate, up, down))
+    assert torch.autograd.gradcheck(lambda a, b, c: fused._GatedDown.apply(a, b, c, kernels, None), (gate, up, down))
 
 
 def test_gemmas_norms_and_other_activations_stay_as_they_are() -> None:

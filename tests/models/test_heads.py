@@ -10,12 +10,13 @@ from typing import Any
 import families
 import pytest
 import torch
+from compiled import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gspo.models import heads
+from gspo.models import heads, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.heads import PolicyHead, install_head, next_logits
 
@@ -55,7 +56,7 @@ def test_blocks_give_the_plain_value_and_gradient(
     for compute in (plain, ours):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(heads, "_ROWS", 4)
+            patch.setattr(heads, "_ROWS_REORDERED", 4)
             patch.setattr(heads, "_COLUMNS", 5)
             logprob, entropy = compute(leaves[0], leaves[1], leaves[2] if with_bias else None, target, temperature)
             terms = [
@@ -93,6 +94,26 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16() -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
     assert hidden.grad is not None
     assert families.relative_gap(hidden.grad.double(), exact.grad) < 5e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kernels_give_the_same_values_and_gradients(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are the same sums, rounded nowhere; in blocks of other sizes."""
+    g = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(304, 64, generator=g).bfloat16(), torch.randn(304, generator=g).bfloat16()
+    target, found = torch.randint(0, 304, (70,), generator=g), []
+    monkeypatch.setattr(heads, "_COLUMNS", 64)
+    monkeypatch.setattr(heads, "_ROWS", 32)
+    for kernels in (None, native.kernels()):
+        hidden = torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        head = weight.clone().requires_grad_()
+        softmax = heads.Softmax(temperature, kernels=kernels)
+        logprob, entropy = heads._Logprob.apply(hidden, head, bias, target, softmax)
+        (logprob.sum() + 0.3 * entropy.sum()).backward()
+        found.append((logprob.detach(), entropy.detach(), hidden.grad, head.grad))
+    for a, b in zip(*found, strict=True):
+        assert families.relative_gap(a.double(), b.double()) < (1e-6 if a.dtype == torch.float32 else 2**-8)
 
 
 def test_values_that_are_not_finite_are_not_hidden() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import families
 import pytest
 import torch
+from compiled import needs_kernels
 from torch import Tensor, nn
 
 from gspo.learner import cast
+from gspo.models import linear, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.heads import install_head, trained_logprobs
 from gspo.models.masters import Gradients
@@ -111,4 +113,54 @@ def test_a_weight_that_no_gradient_reaches_has_none() -> None:
     backward(model)
     gradients.leave_room()
     assert masters["unused"].grad is None
-    assert not gradients._room
+    assert masters["unused"] not in gradients._room
+
+
+def test_the_next_update_finds_the_room_of_the_last_and_nothing_of_what_was_in_it() -> None:
+    model = model_of("llama")
+    masters = collected(model)
+    gradients = Gradients(model, masters)
+    found = []
+    for factor in (1.0, -3.0):
+        gradients.make_room()
+        backward(model, factor)
+        gradients.leave_room()
+        found.append({name: (m.grad.data_ptr(), m.grad.clone()) for name, m in masters.items() if m.grad is not None})
+        for master in masters.values():
+            master.grad = None
+    for name, (place, grad) in found[0].items():
+        again, other = found[1][name]
+        assert again == place
+        assert families.relative_gap(other.double(), -3 * grad.double()) < 2**-6, name
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_kernels_add_up_what_autograd_would(family: str) -> None:
+    """Straight into float32: closer to the exact gradient than a sum that was rounded."""
+    expected, model = by_autograd(family), model_of(family)
+    masters = collected(model)
+    gradients = Gradients(model, masters, native.kernels())
+    for passes in (1, 2):  # the first writes, the second adds
+        gradients.make_room()
+        backward(model)
+        gradients.leave_room()
+        for name, grad in expected.items():
+            found = masters[name].grad
+            assert found is not None
+            assert families.relative_gap(found.double(), passes * grad.double()) < 2**-7, name
+
+
+@needs_kernels
+def test_layers_whose_weights_are_trained_elsewhere_give_nothing_to_autograd() -> None:
+    model = model_of("llama")
+    linear.install(model)
+    masters = collected(model)
+    Gradients(model, masters, native.kernels())
+    layer = model.model.layers[0].self_attn.o_proj
+    seen = []
+    handle = layer.weight.register_hook(seen.append)
+    backward(model)
+    handle.remove()
+    assert not [grad for grad in seen if grad is not None]
+    assert masters["model.layers.0.self_attn.o_proj.weight"].grad is not None

@@ -46,6 +46,52 @@ def test_a_token_does_not_feel_the_batch() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 1100])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 64), (64, 1536), (576, 576)])
+def test_weight_gradients_are_exact_sums(tokens: int, outputs: int, inputs: int) -> None:
+    """The first is written, the next is added; rows may lie apart, as those of queries, keys and values do."""
+    kernels = native.kernels()
+    by_output, more = drawn(tokens, outputs + 64)[:, 32:-32], drawn(tokens, inputs, seed=1)
+    total = torch.full((outputs, inputs), torch.nan)
+    assert kernels.weighs(by_output, more, total)
+    kernels.weigh(by_output, more, total, fresh=True)
+    exact = by_output.double().T @ more.double()
+    scale = float(exact.abs().max())
+    assert float((total - exact).abs().max()) < 1e-6 * scale
+    kernels.weigh(by_output[: tokens // 2 + 1], more[: tokens // 2 + 1], total, fresh=False)
+    exact += by_output[: tokens // 2 + 1].double().T @ more[: tokens // 2 + 1].double()
+    assert float((total - exact).abs().max()) < 2e-6 * scale
+
+
+@needs_kernels
+def test_weight_gradients_are_the_same_with_any_number_of_threads() -> None:
+    kernels, before = native.kernels(), torch.get_num_threads()
+    by_output, inputs = drawn(70, 160), drawn(70, 96, seed=1)
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(torch.empty(160, 96))
+            kernels.weigh(by_output, inputs, found[-1], fresh=True)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@needs_kernels
+def test_what_does_not_fit_into_tiles_is_not_taken() -> None:
+    weighs = native.Kernels.weighs
+    by_output, inputs = drawn(5, 32), drawn(5, 64)
+    assert weighs(by_output, inputs, torch.empty(32, 64))
+    assert not weighs(drawn(5, 48), inputs, torch.empty(48, 64))
+    assert not weighs(by_output.float(), inputs, torch.empty(32, 64))
+    assert not weighs(by_output, inputs, torch.empty(32, 64, dtype=torch.float64))
+    assert not weighs(by_output, inputs, torch.empty(64, 32).T)
+    assert not weighs(by_output, inputs.T.contiguous().T, torch.empty(32, 64))
+
+
+@needs_kernels
 def test_norms_add_and_scale_in_one_pass() -> None:
     kernels = native.kernels()
     x, more, weight = drawn(9, 96), drawn(9, 96, seed=1), drawn(96, seed=2)

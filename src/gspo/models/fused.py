@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from gspo.models.linear import transposed_product
+from gspo.models.linear import Collect, collector, weight_gradient
 
 # ------------------------------------------------------------------------------ the formulas
 
@@ -89,9 +89,9 @@ class _GatedDown(torch.autograd.Function):
     """down(silu(gate) up): the gated values are made again in the backward pass, which costs less than keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor, kernels: Kernels, collect: Collect | None) -> Tensor:
         ctx.save_for_backward(gate, up, down)
-        ctx.kernels = kernels
+        ctx.kernels, ctx.collect = kernels, collect
         return linear(kernels.gate(gate, up), down)
 
     @staticmethod
@@ -100,9 +100,9 @@ class _GatedDown(torch.autograd.Function):
         gate, up, down = ctx.saved_tensors
         rows, by_down = grad.reshape(-1, grad.shape[-1]), None
         if ctx.needs_input_grad[2]:
-            by_down = transposed_product(rows, ctx.kernels.gate(gate, up).reshape(-1, gate.shape[-1]))
+            by_down = weight_gradient(rows, ctx.kernels.gate(gate, up).reshape(-1, gate.shape[-1]), ctx.collect)
         by_gated = torch.mm(rows, down).view_as(gate)
-        return *ctx.kernels.gate_backward(by_gated, gate, up), by_down, None
+        return *ctx.kernels.gate_backward(by_gated, gate, up), by_down, None, None
 
 
 def install(model: nn.Module, kernels: Kernels) -> None:
@@ -137,7 +137,7 @@ def _gated_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
     gate, up, down = module.gate_proj(x), module.up_proj(x), module.down_proj
     # Not for what is not a plain layer (an adapter, say), nor for the few rows of a decoding step.
     if type(down) is nn.Linear and down.bias is None and torch.is_grad_enabled():
-        result: Tensor = _GatedDown.apply(gate, up, down.weight, kernels)
+        result: Tensor = _GatedDown.apply(gate, up, down.weight, kernels, collector(down))
         return result
     gated: Tensor = down(kernels.gate(gate, up))
     return gated

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from gspo.errors import InputError
 from gspo.models.attention import Layout
-from gspo.models.linear import transposed_product
+from gspo.models.linear import Collect, transposed_product
 from gspo.models.native import Kernels
 
-# Rows and columns of the largest block of logits that ever exists: 4 MiB in float32, which stay in the cache. Many rows,
-# since each block of the weight is re-ordered for its product.
-_ROWS, _COLUMNS = 1024, 1024
+# Columns of the largest block of logits that ever exists. Its rows are so many that it stays in the cache, in float32; or
+# twice as many where each block of the weight is re-ordered for its product.
+_COLUMNS, _ROWS, _ROWS_REORDERED = 1024, 512, 1024
 
 
 class PolicyHead(nn.Linear):
@@ -39,8 +39,7 @@ class PolicyHead(nn.Linear):
         self.weight = layer.weight
         self.bias = layer.bias
         self.formulas = Formulas()
-        self.collect: Callable[[slice, Tensor], None] | None = None
-        """Takes the gradient of these rows of the weight, in the place of autograd; see `masters`."""
+        self.collect: Collect | None = None
         self._job: Callable[[PolicyHead, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -87,13 +86,16 @@ def trained_logprobs(
     target_N: Tensor,
     temperature: float,
     values: Callable[[Tensor], Tensor] | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability and entropy [N], float32 (float64 in a float64 model), of `target_N` at temperature `temperature`.
 
     `source_N` indexes T: the position whose hidden state predicts the target. All results carry gradients.
     `values`: of hidden states [N, D], numbers [N], which are the third result: another head on the same forward.
+    `kernels` multiply if the head's weight suits them.
     """
-    job = partial(_score, source_N=source_N, target_N=target_N, temperature=temperature, values=values)
+    softmax = partial(Softmax, temperature, kernels=kernels)
+    job = partial(_score, source_N=source_N, target_N=target_N, softmax=softmax, values=values)
     return tuple(run_head(model, job, tokens_T=tokens_T, position_T=position_T, layout=layout))
 
 
@@ -137,13 +139,13 @@ def _score(
     *,
     source_N: Tensor,
     target_N: Tensor,
-    temperature: float,
+    softmax: Callable[..., Softmax],
     values: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     hidden_ND = hidden[0].index_select(0, source_N)
     collect = head.collect if head.weight.requires_grad and hidden_ND.requires_grad else None
     weight = head.weight if collect is None else head.weight.detach()
-    results = _Logprob.apply(hidden_ND, weight, head.bias, target_N, Softmax(temperature, head.formulas, collect))  # type: ignore[no-untyped-call]
+    results = _Logprob.apply(hidden_ND, weight, head.bias, target_N, softmax(formulas=head.formulas, collect=collect))  # type: ignore[no-untyped-call]
     return torch.stack(results if values is None else (*results, values(hidden_ND)))
 
 
@@ -151,13 +153,9 @@ def predict(
     head: PolicyHead, hidden: Tensor, *, source_N: Tensor, factor_VD: Tensor | None, kernels: Kernels | None
 ) -> Tensor:
     """`next_logits` of hidden states [1, T, D]."""
-    hidden_ND = hidden[0].index_select(0, source_N)
-    if kernels is not None and kernels.multiplies(head.weight):
-        logits_NV = kernels.product(hidden_ND, head.weight, wide=True)
-        return logits_NV if head.bias is None else logits_NV.add_(head.bias)
-    products = _products(head.weight)
-    weight = head.factor() if factor_VD is None else factor_VD
-    logits_NV = products.multiply(hidden_ND.to(products.factor), weight.T)
+    products = _products(head.weight, kernels)
+    weight = head.weight.to(products.factor) if factor_VD is None else factor_VD
+    logits_NV = products.multiply(hidden[0].index_select(0, source_N).to(products.factor), weight)
     return logits_NV if head.bias is None else logits_NV.add_(head.bias)
 
 
@@ -171,8 +169,11 @@ class _Products:
     factor: torch.dtype
     """What hidden states and weights are converted to first; exact."""
     multiply: Callable[[Tensor, Tensor], Tensor]
+    """The first with the second, transposed."""
     gradient: torch.dtype
     """What the factors of a gradient are converted to: as precise as the gradient that comes of them."""
+    reorders: bool = True
+    """Whether the weight is re-ordered for each product."""
 
 
 def _multiply_on_cpu(a: Tensor, b: Tensor) -> Tensor:
@@ -182,13 +183,13 @@ def _multiply_on_cpu(a: Tensor, b: Tensor) -> Tensor:
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:
-        return torch.mm(a, b)
+        return torch.mm(a, b.T)
     finally:
         setting.fp32_precision = before
 
 
 def _multiply_on_cuda(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
+    return torch.mm(a.bfloat16(), b.bfloat16().T, out_dtype=torch.float32)
 
 
 _BFLOAT16_PRODUCTS = {
@@ -201,22 +202,28 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _products(weight: Tensor) -> _Products:
-    plain = _Products(_wide(weight.dtype), torch.mm, _wide(weight.dtype))
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b.T)
+
+
+def _products(weight: Tensor, kernels: Kernels | None = None) -> _Products:
+    if kernels is not None and kernels.multiplies(weight):
+        return _Products(torch.bfloat16, partial(kernels.product, wide=True), torch.bfloat16, False)
+    plain = _Products(_wide(weight.dtype), _multiply, _wide(weight.dtype))
     return _BFLOAT16_PRODUCTS.get(weight.device.type, plain) if weight.dtype == torch.bfloat16 else plain
 
 
-def _columns(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _columns(weight: Tensor, bias: Tensor | None, factor: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Blocks of the vocabulary: place, weight [block, D] as a factor, and bias [block]."""
-    factor = _products(weight).factor
     for start in range(0, len(weight), _COLUMNS):
         columns = slice(start, min(start + _COLUMNS, len(weight)))
         yield columns, weight[columns].to(factor), None if bias is None else bias[columns].to(_wide(bias.dtype))
 
 
-def _rows(count: int) -> Iterator[slice]:
-    for start in range(0, count, _ROWS):
-        yield slice(start, min(start + _ROWS, count))
+def _rows(count: int, products: _Products) -> Iterator[slice]:
+    most = _ROWS_REORDERED if products.reorders else _ROWS
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
 
 
 # ------------------------------------------------------------------------------ log-probability and entropy
@@ -276,8 +283,9 @@ class Softmax:
 
     temperature: float
     formulas: Formulas = Formulas()
-    collect: Callable[[slice, Tensor], None] | None = None
+    collect: Collect | None = None
     """As `PolicyHead.collect`."""
+    kernels: Kernels | None = None
 
 
 def compiled() -> Formulas:
@@ -302,14 +310,14 @@ class _Logprob(torch.autograd.Function):
         target_N: Tensor,
         softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:
-        products, wide = _products(weight_VD), _wide(weight_VD.dtype)
+        products, wide = _products(weight_VD, softmax.kernels), _wide(weight_VD.dtype)
         product, h = products.multiply, hidden_ND.to(products.factor)
         # Not -inf: the first block would then meet 0 * inf.
         m_N = torch.full((len(h),), torch.finfo(wide).min / 4, dtype=wide, device=h.device)
         s_N, d_N, z_target_N = torch.zeros_like(m_N), torch.zeros_like(m_N), torch.zeros_like(m_N)
-        for columns, weight, bias in _columns(weight_VD, bias_V):
-            for rows in _rows(len(h)):
-                z = _scaled(product(h[rows], weight.T), bias, softmax.temperature)
+        for columns, weight, bias in _columns(weight_VD, bias_V, products.factor):
+            for rows in _rows(len(h), products):
+                z = _scaled(product(h[rows], weight), bias, softmax.temperature)
                 at, place = _targets(target_N, rows, columns)
                 z_target_N[rows.start + at] = z[at, place]
                 m_N[rows], s_N[rows], d_N[rows] = softmax.formulas.absorb(z, m_N[rows], s_N[rows], d_N[rows])
@@ -325,20 +333,19 @@ class _Logprob(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_N, logsumexp_N, entropy_N, logprob_N = ctx.saved_tensors
-        products, wide = _products(weight_VD), _wide(weight_VD.dtype)
-        product, h = products.multiply, hidden_ND.to(products.factor)
         softmax: Softmax = ctx.softmax
+        products, wide = _products(weight_VD, softmax.kernels), _wide(weight_VD.dtype)
+        product, h = products.multiply, hidden_ND.to(products.factor)
         by_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N / softmax.temperature
         by_entropy_N = None if grad_entropy_N is None else grad_entropy_N / softmax.temperature
         by_target_N = _slope(logprob_N, by_logprob_N, by_entropy_N, entropy_N) + by_logprob_N
         grad_h, h_factor = torch.zeros_like(h, dtype=wide), hidden_ND.to(products.gradient)
         grad_weight = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        weighs = grad_weight is not None or softmax.collect is not None
         grad_bias = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
-        for columns, weight, bias in _columns(weight_VD, bias_V):
+        for columns, weight, bias in _columns(weight_VD, bias_V, products.factor):
             by_weight, by_bias = _Sum(), _Sum()
-            for rows in _rows(len(h)):
-                z = _scaled(product(h[rows], weight.T), bias, softmax.temperature)
+            for rows in _rows(len(h), products):
+                z = _scaled(product(h[rows], weight), bias, softmax.temperature)
                 by_entropy = None if by_entropy_N is None else by_entropy_N[rows]
                 grad = softmax.formulas.gradient(
                     z, logsumexp_N[rows], by_logprob_N[rows], by_entropy, entropy_N[rows], products.gradient
@@ -346,14 +353,14 @@ class _Logprob(torch.autograd.Function):
                 at, place = _targets(target_N, rows, columns)
                 grad[at, place] = by_target_N[rows.start + at].to(grad.dtype)
                 grad_h[rows] += torch.mm(grad, weight_VD[columns].to(products.gradient))
-                if weighs:
+                if softmax.collect is not None:
+                    softmax.collect(grad, h_factor[rows], columns)
+                elif grad_weight is not None:
                     by_weight.add(transposed_product(grad, h_factor[rows]))
                 if grad_bias is not None:
                     by_bias.add(grad.sum(0, dtype=wide))
             if grad_weight is not None:
                 grad_weight[columns] = by_weight.total
-            if softmax.collect is not None:
-                softmax.collect(columns, by_weight.total)  # type: ignore[arg-type]
             if grad_bias is not None:
                 grad_bias[columns] = by_bias.total
         return grad_h.to(hidden_ND.dtype), grad_weight, grad_bias, None, None

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu
 
 from gspo.models import fused
 from gspo.models.attention import Packed, attention
-from gspo.models.linear import transposed_product
+from gspo.models.linear import Collect, collector, weight_gradient
 from gspo.models.llamas import is_llamas_layer, linears, plain
 
 # ------------------------------------------------------------------------------ the formulas
@@ -94,6 +94,8 @@ class _How:
 
     epsilon: float
     kernels: Kernels
+    collects: tuple[Collect | None, ...]
+    """Of each weight but the norm's."""
 
     def norm(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return self.kernels.fused.norm(x, weight, self.epsilon)
@@ -117,10 +119,9 @@ class _Projected(torch.autograd.Function):
         kernels: Kernels = ctx.how.kernels
         grad = kernels.part_backward(*(g.contiguous() for g in grads), cos, sin)
         by_normed = torch.mm(grad, torch.cat(each))
-        by_each: tuple[Tensor | None, ...] = (None,) * len(each)
-        if any(ctx.needs_input_grad[5:]):
-            whole = transposed_product(grad, ctx.how.norm(x, norm)[0])
-            by_each = torch.split(whole, [len(w) for w in each])
+        weigh = _WeightGradients(ctx.needs_input_grad[5:], ctx.how.collects)
+        normed = ctx.how.norm(x, norm)[0] if any(weigh.trained) else x
+        by_each = [weigh(i, part, normed) for i, part in enumerate(torch.split(grad, [len(w) for w in each], 1))]
         by_x, by_norm = kernels.norm_backward(by_normed, x, norm, scale, beside)
         return by_x, None, None, None, by_norm, *by_each
 
@@ -142,26 +143,27 @@ class _Finished(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attended, middle, scale, gated, upped, norm, out, gate, up, down = ctx.saved_tensors
         kernels: Kernels = ctx.how.kernels
-        weigh = _WeightGradients(ctx.needs_input_grad[3:])
+        weigh = _WeightGradients(ctx.needs_input_grad[4:], ctx.how.collects)
         inner, by_gated, by_upped = kernels.regate(torch.mm(grad, down), gated, upped)
-        by_down = weigh(4, grad, inner)
+        by_down = weigh(3, grad, inner)
         del inner
         normed = ctx.how.norm(middle, norm)[0]
-        by_gate, by_up = weigh(2, by_gated, normed), weigh(3, by_upped, normed)
+        by_gate, by_up = weigh(1, by_gated, normed), weigh(2, by_upped, normed)
         by_normed = torch.addmm(torch.mm(by_gated, gate), by_upped, up)
         by_middle, by_norm = kernels.norm_backward(by_normed, middle, norm, scale, grad)
-        by_out = weigh(1, by_middle, attended)
+        by_out = weigh(0, by_middle, attended)
         return by_middle, torch.mm(by_middle, out), None, by_norm, by_out, by_gate, by_up, by_down
 
 
 @dataclass(frozen=True)
 class _WeightGradients:
-    """[outputs, inputs] of those weights that are trained."""
+    """[outputs, inputs] of those weights that are trained and whose gradient nothing else takes."""
 
     trained: tuple[bool, ...]
+    collects: tuple[Collect | None, ...]
 
     def __call__(self, place: int, by_output: Tensor, inputs: Tensor) -> Tensor | None:
-        return transposed_product(by_output, inputs) if self.trained[place] else None
+        return weight_gradient(by_output, inputs, self.collects[place]) if self.trained[place] else None
 
 
 # ------------------------------------------------------------------------------ in the place of the model's own
@@ -192,11 +194,12 @@ def _forward(
         return own
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     q, k, v, *others = (part.weight for part in linears(layer))
-    how = _How(first.variance_epsilon, kernels)
+    collects = tuple(collector(part) for part in linears(layer))
+    how = _How(first.variance_epsilon, kernels, collects[:3])
     turns = [y[0] for y in position_embeddings]
     parts: Any = _Projected.apply(hidden_states[0], *turns, how, first.weight, q, k, v)  # type: ignore[no-untyped-call]
     q, k, v = (part.transpose(0, 1)[None] for part in parts[1:])
     attended = attention(attn, q, k, v, attention_mask, scaling=attn.scaling, **kwargs)[0][0].flatten(1)
-    how = _How(second.variance_epsilon, kernels)
+    how = _How(second.variance_epsilon, kernels, collects[3:])
     result: Tensor = _Finished.apply(parts[0], attended, how, second.weight, *others)  # type: ignore[no-untyped-call]
     return result[None]

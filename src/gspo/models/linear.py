@@ -1,6 +1,7 @@
-"""Linear layers whose weight gradient is multiplied in the order that the processor is fast at.
+"""Linear layers whose weight gradient is multiplied in the order that the processor is fast at, or straight to where it adds up.
 
-In: a model in bfloat16 on a CPU. Out: the same model with the same sums. `load` installs it; `heads` uses the product.
+In: a model in bfloat16 on a CPU. Out: the same model with the same sums. `load` installs it; `heads`, `fused` and
+`layers` use the product.
 
 Letters: T tokens of the packed row, M and N widths.
 """
@@ -8,11 +9,32 @@ Letters: T tokens of the packed row, M and N widths.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+ALL = slice(None)
+
+
+class Collect(Protocol):
+    """Takes the gradient of some rows of one weight, in the place of autograd; see `masters`."""
+
+    def __call__(self, by_output_TM: Tensor, inputs_TN: Tensor, rows: slice = ALL) -> None: ...
+
+
+def collector(module: nn.Module) -> Collect | None:
+    """What takes the gradient of this layer's weight, if it is not autograd."""
+    return getattr(module, "collect", None)
+
+
+def weight_gradient(by_output_TM: Tensor, inputs_TN: Tensor, collect: Collect | None) -> Tensor | None:
+    """[M, N] for autograd; None if `collect` has taken it."""
+    if collect is None:
+        return transposed_product(by_output_TM, inputs_TN)
+    collect(by_output_TM, inputs_TN)
+    return None
 
 
 def transposed_product(a_TM: Tensor, b_TN: Tensor) -> Tensor:
@@ -31,17 +53,20 @@ def _native(x: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, collect: Collect | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.collect = collect
         return linear(x, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, by_weight = grad.reshape(-1, grad.shape[-1]), None
         by_x = torch.mm(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return by_x, transposed_product(rows, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            by_weight = weight_gradient(rows, x.reshape(-1, x.shape[-1]), ctx.collect)
+        return by_x, by_weight, None
 
 
 def install(model: nn.Module) -> None:
@@ -55,5 +80,5 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     # Not where no weight gradient is wanted, as under an adapter: the product keeps its input for that.
     if not torch.is_grad_enabled() or not _native(x) or not module.weight.requires_grad:
         return linear(x, module.weight, module.bias)
-    result: Tensor = _Linear.apply(x, module.weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x, module.weight, collector(module))  # type: ignore[no-untyped-call]
     return result

@@ -15,26 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from gspo.models.heads import Formulas, PolicyHead
+from gspo.models.linear import ALL, Collect, transposed_product
+from gspo.models.native import Kernels
 
 _BLOCK = 2**24
 """Numbers of gradients that lie together in memory."""
 
 
 class Gradients:
-    """Hooks on `model`, whose parameters stand under the same names as their `masters`."""
+    """Hooks on `model`, whose parameters stand under the same names as their `masters`; `kernels` multiply what suits them."""
 
-    def __init__(self, model: Any, masters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: Any, masters: Mapping[str, nn.Parameter], kernels: Kernels | None = None) -> None:
         self._room: dict[nn.Parameter, Tensor] = {}
-        self._masters = list(masters.values())
+        self._masters, self._kernels = list(masters.values()), kernels
         of_weight = {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
         for name, p in model.named_parameters():
             if name in masters:
                 p.register_post_accumulate_grad_hook(self._add_to(masters[name]))
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and id(module.weight) in of_weight:
+                module.collect = self._collector(of_weight[id(module.weight)])  # type: ignore[assignment]
         rows, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if _is_plain(rows) and id(rows.weight) in of_weight:
             rows.register_forward_hook(self._add_rows_to(of_weight[id(rows.weight)]))
-        if isinstance(self._head, PolicyHead) and id(self._head.weight) in of_weight:
-            self._head.collect = self._add_block_to(of_weight[id(self._head.weight)])
 
     def make_room(self) -> None:
         """For all that have none yet, before any activation: among those they would leave gaps that fit nothing.
@@ -57,11 +60,12 @@ class Gradients:
             self._room.update((m, part.view_as(m)) for m, part in zip(masters, parts, strict=True))
 
     def leave_room(self) -> None:
-        """Give back what no gradient came for."""
-        self._room.clear()
+        """Give back what no gradient came for. On a CPU the rest is kept for the next update: pages that the system has to
+        find again cost it a tenth of an update; elsewhere torch keeps memory by itself."""
+        self._room = {m: room for m, room in self._room.items() if m.grad is not None and m.device.type == "cpu"}
 
     def _empty(self, master: nn.Parameter) -> Tensor:
-        return self._room.pop(master) if master in self._room else torch.empty_like(master, requires_grad=False)
+        return self._room[master] if master in self._room else torch.empty_like(master, requires_grad=False)
 
     def _add(self, total: Tensor, part: Tensor) -> None:
         formulas = self._head.formulas if isinstance(self._head, PolicyHead) else Formulas()
@@ -75,7 +79,8 @@ class Gradients:
     def _add_to(self, master: nn.Parameter) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             # Micro-batches add up in the master's precision: a sum in bfloat16 would depend on how the batch is cut.
-            assert parameter.grad is not None
+            if parameter.grad is None:  # a collector has it
+                return
             if master.grad is None:
                 master.grad = self._empty(master).copy_(parameter.grad)
             else:
@@ -84,9 +89,22 @@ class Gradients:
 
         return hook
 
-    def _add_block_to(self, master: nn.Parameter) -> Callable[[slice, Tensor], None]:
-        """Rows of the head, as soon as they are multiplied."""
-        return lambda rows, grad: self._add(self._total(master)[rows], grad)
+    def _collector(self, master: nn.Parameter) -> Collect:
+        """Multiplies straight into the total, so that nothing is rounded between: see `linear`."""
+
+        def collect(by_output_TM: Tensor, inputs_TN: Tensor, rows: slice = ALL) -> None:
+            fresh = master.grad is None and rows == ALL
+            if fresh:
+                master.grad = self._empty(master)
+            total = self._total(master)[rows]
+            if self._kernels is not None and self._kernels.weighs(by_output_TM, inputs_TN, total):
+                self._kernels.weigh(by_output_TM, inputs_TN, total, fresh=fresh)
+            elif fresh:
+                total.copy_(transposed_product(by_output_TM, inputs_TN))
+            else:
+                self._add(total, transposed_product(by_output_TM, inputs_TN))
+
+        return collect
 
     def _add_rows_to(self, master: nn.Parameter) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         """The few rows of the embedding that were read, in the place of a gradient as large as the vocabulary."""

@@ -129,6 +129,7 @@ def parts(
         max_new_tokens=1,
         total_updates=run.steps,
         compute_dtype=policy.compute_dtype,
+        kernels=policy.kernels,
     )
     with ExitStack() as undo:  # the folder is let go again if anything below fails
         checkpoints = Store(folder, run.checkpoint.keep)

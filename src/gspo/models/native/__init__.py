@@ -70,6 +70,8 @@ class Kernels:
         self._pack, self._product = library.gspo_pack, library.gspo_product
         self._pack.argtypes = [pointer, number, number, number, pointer]
         self._product.argtypes = [pointer, pointer, pointer, number, ctypes.c_int, pointer]
+        self._weigh = library.gspo_weigh
+        self._weigh.argtypes = [pointer, number, pointer, number, pointer, ctypes.c_int, pointer]
         self._attend, self._norm = library.gspo_attend, library.gspo_norm
         self._attend.argtypes = [pointer]
         self._norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, pointer, number, number]
@@ -107,6 +109,22 @@ class Kernels:
             self._product(packed.data_ptr(), weight.data_ptr(), at, width, wide, shape)
             at += count * size
         return y
+
+    @staticmethod
+    def weighs(by_output: Tensor, inputs: Tensor, total: Tensor) -> bool:
+        """Whether `weigh` takes these."""
+        return (
+            all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.stride(1) == 1 for x in (by_output, inputs))
+            and total.dtype == torch.float32
+            and total.is_contiguous()
+            and all(size % _PAIRED == 0 for size in total.shape)
+        )
+
+    def weigh(self, by_output: Tensor, inputs: Tensor, total: Tensor, *, fresh: bool) -> None:
+        """Add the transpose of `by_output` [T, M] times `inputs` [T, N] to `total` [M, N], which holds nothing if `fresh`."""
+        shape = (ctypes.c_long * 3)(len(inputs), *total.shape)
+        at = (by_output.data_ptr(), by_output.stride(0), inputs.data_ptr(), inputs.stride(0))
+        self._weigh(*at, total.data_ptr(), fresh, shape)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """x / rms(x) * weight [T, K] of x + `more`, which is written into x."""

@@ -520,6 +520,101 @@ long draw(const float* z, long V, double uniform, double* logprob) {
     return token;
 }
 
+// ------------------------------------------------------------------------------------------------ weight gradients
+
+// 32 tokens (those beyond `count` are zeros) by 32 columns of x as two right tiles: pairs of consecutive tokens.
+inline void pair_tokens(const bf16* x, long stride, long count, __m512i low[16], __m512i high[16]) {
+    alignas(64) static const uint16_t order[2][32] = {
+        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const __m512i first = _mm512_load_si512(order[0]), second = _mm512_load_si512(order[1]), zero = _mm512_setzero_si512();
+    for (long i = 0; i < LANES; ++i) {
+        const bf16* at = x + 2 * i * stride;
+        const __m512i a = 2 * i < count ? _mm512_loadu_si512(at) : zero;
+        const __m512i b = 2 * i + 1 < count ? _mm512_loadu_si512(at + stride) : zero;
+        low[i] = _mm512_permutex2var_epi16(a, first, b);
+        high[i] = _mm512_permutex2var_epi16(a, second, b);
+    }
+}
+
+struct Matrix {  // [tokens, columns]
+    const bf16* x;
+    long stride, tokens, columns;
+};
+
+// Columns 32 at a time, each 32 with all tokens: [columns / 32][tokens / 32][2] tiles. `left`: transposed, for the left factor.
+template <bool left> void pack_columns(const Matrix& m, bf16* packed) {
+    const long blocks = (m.tokens + PAIRED - 1) / PAIRED;
+#pragma omp for schedule(static)
+    for (long block = 0; block < blocks; ++block)
+        for (long n = 0; n < m.columns; n += PAIRED) {
+            __m512i low[16], high[16];
+            pair_tokens(m.x + block * PAIRED * m.stride + n, m.stride, m.tokens - block * PAIRED, low, high);
+            if (left) {
+                transpose(low);
+                transpose(high);
+            }
+            bf16* tile = packed + (n / PAIRED * blocks + block) * 2 * TILE;
+            for (long i = 0; i < LANES; ++i) {
+                _mm512_store_si512(tile + i * PAIRED, low[i]);
+                _mm512_store_si512(tile + TILE + i * PAIRED, high[i]);
+            }
+        }
+}
+
+// 32 x 32 numbers of the gradient at `total`, over all tokens. The numbers 32 columns further are fetched meanwhile.
+inline void gather(const bf16* left, const bf16* right, long blocks, float* total, long stride, bool fresh) {
+    settle();
+    if (fresh) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, total, stride * 4);
+        _tile_loadd(1, total + LANES, stride * 4);
+        _tile_loadd(2, total + LANES * stride, stride * 4);
+        _tile_loadd(3, total + LANES * stride + LANES, stride * 4);
+    }
+    for (long block = 0; block < blocks; ++block, left += 2 * TILE, right += 2 * TILE) {
+        _tile_loadd(4, left, 64);
+        _tile_loadd(6, right, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right + TILE, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, left + TILE, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        if (block < PAIRED) {
+            _mm_prefetch((const char*)(total + block * stride + PAIRED), _MM_HINT_T1);
+            _mm_prefetch((const char*)(total + block * stride + PAIRED + LANES), _MM_HINT_T1);
+        }
+    }
+    _tile_stored(0, total, stride * 4);
+    _tile_stored(1, total + LANES, stride * 4);
+    _tile_stored(2, total + LANES * stride, stride * 4);
+    _tile_stored(3, total + LANES * stride + LANES, stride * 4);
+}
+
+// total [M, N] = (+=, unless fresh) the transpose of y [T, M] times x [T, N].
+void weight_gradient(const Matrix& y, const Matrix& x, float* total, bool fresh) {
+    static thread_local Room lefts, rights;
+    const long blocks = (y.tokens + PAIRED - 1) / PAIRED, M = y.columns / PAIRED, N = x.columns / PAIRED;
+    const long panel = blocks * 2 * TILE, most = std::max(1L, (1L << 19) / panel), parts = (N + most - 1) / most;
+    bf16 *left = lefts.take<bf16>(M * panel), *right = rights.take<bf16>(N * panel);
+#pragma omp parallel
+    {
+        Tiles tiles;
+        pack_columns<true>(y, left);
+        pack_columns<false>(x, right);
+        for (long part = 0; part < parts; ++part)  // of the right factor, as much as stays in the second-level cache
+#pragma omp for schedule(static) nowait
+            for (long m = 0; m < M; ++m)
+                for (long n = N * part / parts; n < N * (part + 1) / parts; ++n)
+                    gather(left + m * panel, right + n * panel, blocks, total + (m * x.columns + n) * PAIRED, x.columns, fresh);
+    }
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------ what is called
@@ -541,6 +636,11 @@ void gspo_product(const bf16* packed, const bf16* w, void* y, long stride, int w
         product(packed, w, (float*)y, stride, TNK[0], TNK[1], TNK[2]);
     else
         product(packed, w, (bf16*)y, stride, TNK[0], TNK[1], TNK[2]);
+}
+
+// total [M, N] (float32) = the transpose of y [T, M] times x [T, N], or that much more unless `fresh`; M and N multiples of 32.
+void gspo_weigh(const bf16* y, long y_stride, const bf16* x, long x_stride, float* total, int fresh, const long* TMN) {
+    weight_gradient({y, y_stride, TMN[0], TMN[1]}, {x, x_stride, TMN[0], TMN[2]}, total, fresh);
 }
 
 void gspo_attend(const Step* step) {
