@@ -11,7 +11,7 @@ from compiled import needs_kernels
 from torch import Tensor, nn
 
 from gspo.learner import cast
-from gspo.models import linear, native
+from gspo.models import fused, heads, layers, linear, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.heads import install_head, trained_logprobs
 from gspo.models.masters import Gradients
@@ -136,9 +136,13 @@ def test_the_next_update_finds_the_room_of_the_last_and_nothing_of_what_was_in_i
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_kernels_add_up_what_autograd_would(family: str) -> None:
-    """Straight into float32: closer to the exact gradient than a sum that was rounded."""
+def test_kernels_add_up_what_autograd_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight into float32, from layers that multiply for themselves, and from the head block by block."""
     expected, model = by_autograd(family), model_of(family)
+    monkeypatch.setattr(heads, "_COLUMNS", 32)
+    fused.install(model, fused.Kernels())
+    layers.install(model, layers.Kernels())
+    linear.install(model)
     masters = collected(model)
     gradients = Gradients(model, masters, native.kernels())
     for passes in (1, 2):  # the first writes, the second adds
@@ -148,7 +152,8 @@ def test_kernels_add_up_what_autograd_would(family: str) -> None:
         for name, grad in expected.items():
             found = masters[name].grad
             assert found is not None
-            assert families.relative_gap(found.double(), passes * grad.double()) < 2**-7, name
+            # the layers' own formulas round elsewhere than the modules do
+            assert families.relative_gap(found.double(), passes * grad.double()) < 2**-6, name
 
 
 @needs_kernels
