@@ -153,7 +153,7 @@ def test_kernels_add_up_what_autograd_would(family: str, monkeypatch: pytest.Mon
             found = masters[name].grad
             assert found is not None
             # the layers' own formulas round elsewhere than the modules do
-            assert families.relative_gap(found.double(), passes * grad.double()) < 2**-6, name
+            assert families.relative_gap(found.double(), passes * grad.double()) < 2**-5, name
 
 
 @needs_kernels
