@@ -16,6 +16,7 @@ from gspo import PRESETS, config
 from gspo.algorithms.values import explained_variance, gae
 from gspo.batch import Batch, make_batches
 from gspo.credit import token_rewards
+from gspo.critic import Critic as OpenCritic
 from gspo.critic import ValueLearner
 from gspo.critic_config import Critic
 from gspo.learner import Learner
@@ -153,6 +154,28 @@ def test_a_shared_critics_gradient_does_not_depend_on_micro_batches(
     assert not torch.allclose(
         heavier["model.layers.0.mlp.down_proj.weight"], whole["model.layers.0.mlp.down_proj.weight"]
     )
+
+
+@pytest.mark.parametrize("value_clip", [1e-9, None])
+@pytest.mark.parametrize("backbone", ["separate", "shared"])
+def test_a_value_that_has_left_the_clip_has_no_gradient(
+    backbone: str, value_clip: float | None, policy: Policy, sampled: Sampled
+) -> None:
+    """What `critic.value_clip` says is what either critic's update does."""
+    settings = Critic.model_validate({"backbone": backbone, "value_clip": value_clip, "whiten": False})
+    batches, own = make_batches(sampled(policy), PPO, 100), critic(rate=1e-6)
+    head = ValueHead(64, dtype=torch.float64, device=torch.device("cpu"))
+    given = {"values": own.predict} if backbone == "separate" else {"value_head": head}
+    learner = Learner(**arguments(policy.model, PPO, rate=1e-6), critic=settings, **given)
+    (batch,) = learner.annotate(batches)
+
+    def clipped() -> float:
+        if backbone == "separate":
+            return OpenCritic(settings, head, own, "").learn(batch).tally.clip_values
+        return learner.update(batch, policy_objective(PPO)).tally.clip_values
+
+    assert clipped() == 0, "no value has moved yet"
+    assert (clipped() > 0.5) == (value_clip is not None), "by now they have moved a little, towards their returns"
 
 
 def test_the_policy_has_no_part_in_a_separate_critic(policy: Policy, sampled: Sampled) -> None:
