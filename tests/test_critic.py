@@ -225,6 +225,15 @@ def test_answers_that_do_not_end_are_penalised_once() -> None:
     assert batch.reward_R.tolist() == [1.0, 1.0, 0.0], "the reward itself is what the function said"
 
 
+def test_the_penalty_is_in_the_advantage(policy: Policy) -> None:
+    given = [group(answer(0, 1.0, [1, 1], Stop.LENGTH), answer(1, 1.0, [1, 1]))]
+    settings = Critic(whiten=False, gae_lambda=1.0, end_penalty=0.25)
+    learner = Learner(**arguments(policy.model, PPO), critic=settings, values=lambda b: torch.zeros(len(b.target_N)))
+    (batch,) = learner.annotate(make_batches(given, PPO, 1000))
+    assert batch.advantage_N is not None
+    assert batch.advantage_N.tolist() == [0.75, 0.75, 1.0, 1.0]
+
+
 def test_the_kl_is_taken_off_where_it_arises() -> None:
     row = PPO.model_copy(update={"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"})
     batch = batch_of(answer(0, 1.0, [1, 1]), answer(1, 0.0, [1]), row=row)

@@ -121,9 +121,7 @@ def test_the_steered_coefficient_is_the_one_in_the_reward(tmp_path: Path) -> Non
     fixed = {key: value for key, value in KL.items() if key != "critic.kl_target"}
     second = next_kl_coefficient(0.2, [0.0], KL["critic.kl_target"])
     runs = {"steered": KL, "same": {**fixed, "algorithm.kl_coefficient": second}, "other": fixed}
-    outcome = {
-        name: journal(tiny(tmp_path / name, steps=2, **keys))[1]["value/outcome"] for name, keys in runs.items()
-    }
+    outcome = {name: journal(tiny(tmp_path / name, steps=2, **keys))[1]["value/outcome"] for name, keys in runs.items()}
     assert outcome["steered"] == pytest.approx(outcome["same"], abs=1e-7)
     assert abs(outcome["steered"] - outcome["other"]) > 1e-5
 
