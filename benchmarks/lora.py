@@ -37,7 +37,7 @@ def measured(side: str, words: list[str]) -> str:
         phase: median(line.get(f"time/{phase}", 0.0) for line in lines) for phase in ("rollout", "old", "update")
     }
     return (
-        f"{side}: peak {usage.ru_maxrss / 1e6:.2f} GB; checkpoint {saved / 1e6:.1f} MB; {usage.ru_utime + usage.ru_stime:.0f} s of a core in all; "
+        f"{side}: peak {usage.ru_maxrss * 1024 / 1e9:.2f} GB; checkpoint {saved / 1e6:.1f} MB; {usage.ru_utime + usage.ru_stime:.0f} s of a core in all; "
         + ", ".join(f"{phase} {s:.1f} s" for phase, s in seconds.items())
         + f"; parity/mean {last['parity/mean']:.2g}, parity/max {last['parity/max']:.2g}, parity/signed {last['parity/signed']:.2g}"
     )

@@ -80,6 +80,7 @@ PICKY = "def score(completion, answer):\n    return float(completion == answer a
         (["eval.patience=2", "data={rows}"], "there are no held-out prompts"),
         (["trackers=no_such_file.py:Mine"], "no such file: no_such_file.py"),
         (["algorithm=ppo", "critic.model=smollm2-135m"], "another vocabulary"),
+        (["algorithm=ppo", "critic.model=no_such_model"], "critic.model: model=no_such_model: "),
         (["dir={rows}/run"], "rows.jsonl is not a folder that can be written to"),
     ],
 )

@@ -16,6 +16,7 @@ from gspo import PRESETS, config
 from gspo.algorithms.values import explained_variance, gae
 from gspo.batch import Batch, make_batches
 from gspo.credit import token_rewards
+from gspo.critic import Critic as OpenCritic
 from gspo.critic import ValueLearner
 from gspo.critic_config import Critic
 from gspo.learner import Learner
@@ -155,6 +156,28 @@ def test_a_shared_critics_gradient_does_not_depend_on_micro_batches(
     )
 
 
+@pytest.mark.parametrize("value_clip", [1e-9, None])
+@pytest.mark.parametrize("backbone", ["separate", "shared"])
+def test_a_value_that_has_left_the_clip_has_no_gradient(
+    backbone: str, value_clip: float | None, policy: Policy, sampled: Sampled
+) -> None:
+    """What `critic.value_clip` says is what either critic's update does."""
+    settings = Critic.model_validate({"backbone": backbone, "value_clip": value_clip, "whiten": False})
+    batches, own = make_batches(sampled(policy), PPO, 100), critic(rate=1e-6)
+    head = ValueHead(64, dtype=torch.float64, device=torch.device("cpu"))
+    given = {"values": own.predict} if backbone == "separate" else {"value_head": head}
+    learner = Learner(**arguments(policy.model, PPO, rate=1e-6), critic=settings, **given)
+    (batch,) = learner.annotate(batches)
+
+    def clipped() -> float:
+        if backbone == "separate":
+            return OpenCritic(settings, head, own, "").learn(batch).tally.clip_values
+        return learner.update(batch, policy_objective(PPO)).tally.clip_values
+
+    assert clipped() == 0, "no value has moved yet"
+    assert (clipped() > 0.5) == (value_clip is not None), "by now they have moved a little, towards their returns"
+
+
 def test_the_policy_has_no_part_in_a_separate_critic(policy: Policy, sampled: Sampled) -> None:
     groups = sampled(policy)
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
@@ -200,6 +223,15 @@ def test_answers_that_do_not_end_are_penalised_once() -> None:
     batch = batch_of(answer(0, 1.0, [1, 1, 1], Stop.LENGTH), answer(1, 1.0, [1, 1]), answer(2, 0.0, [1], Stop.LENGTH))
     assert token_rewards(batch, PPO, 0.25).tolist() == [0, 0, 0.75, 0, 1.0, -0.25]
     assert batch.reward_R.tolist() == [1.0, 1.0, 0.0], "the reward itself is what the function said"
+
+
+def test_the_penalty_is_in_the_advantage(policy: Policy) -> None:
+    given = [group(answer(0, 1.0, [1, 1], Stop.LENGTH), answer(1, 1.0, [1, 1]))]
+    settings = Critic(whiten=False, gae_lambda=1.0, end_penalty=0.25)
+    learner = Learner(**arguments(policy.model, PPO), critic=settings, values=lambda b: torch.zeros(len(b.target_N)))
+    (batch,) = learner.annotate(make_batches(given, PPO, 1000))
+    assert batch.advantage_N is not None
+    assert batch.advantage_N.tolist() == [0.75, 0.75, 1.0, 1.0]
 
 
 def test_the_kl_is_taken_off_where_it_arises() -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import gspo
 from gspo import cli
+from gspo.algorithms.values import next_kl_coefficient
 from processes import KILLED_WHILE_JUDGING
 
 Line = dict[str, Any]
@@ -113,6 +114,16 @@ def test_what_a_run_says_of_its_critic(tmp_path: Path, capsys: pytest.CaptureFix
     assert load_file(checkpoint / "critic.safetensors")["lm_head.weight"].shape == (1, 64)
     policy = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert policy.get_output_embeddings().out_features > 1, "what is exported is the policy alone"
+
+
+def test_the_steered_coefficient_is_the_one_in_the_reward(tmp_path: Path) -> None:
+    """At step 1 the KL is 0 and its coefficient no matter: step 2 is that of a run with the steered one from the start."""
+    fixed = {key: value for key, value in KL.items() if key != "critic.kl_target"}
+    second = next_kl_coefficient(0.2, [0.0], KL["critic.kl_target"])
+    runs = {"steered": KL, "same": {**fixed, "algorithm.kl_coefficient": second}, "other": fixed}
+    outcome = {name: journal(tiny(tmp_path / name, steps=2, **keys))[1]["value/outcome"] for name, keys in runs.items()}
+    assert outcome["steered"] == pytest.approx(outcome["same"], abs=1e-7)
+    assert abs(outcome["steered"] - outcome["other"]) > 1e-5
 
 
 def test_runs_without_a_critic_keep_nothing_of_one(tmp_path: Path) -> None:

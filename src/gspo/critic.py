@@ -91,11 +91,14 @@ class Critic:
 
 
 def require_vocabulary(run: Run) -> None:
-    """Raise InputError, before a weight is read, if the critic's model does not read the policy's tokens."""
+    """Raise InputError, before a weight is read, if the critic's model is none or does not read the policy's tokens."""
     critic = run.critic
     if critic is None or critic.model is None:
         return
-    theirs = load_tokenizer(_critic_model(run)).get_vocab()
+    try:
+        theirs = load_tokenizer(_critic_model(run)).get_vocab()
+    except InputError as error:
+        raise InputError(f"critic.model: {error}") from error
     if theirs != load_tokenizer(run.model).get_vocab():
         raise InputError(
             f"critic.model={critic.model} has another vocabulary than model={run.model.name}, and a critic reads the policy's tokens: "

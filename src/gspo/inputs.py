@@ -25,7 +25,7 @@ from gspo.rewards.score import Scorer
 from gspo.stage_config import Sft
 from gspo.tasks.data import Rows, held_out_rows, overlap, read_rows, repeated
 from gspo.tasks.identity import data_sha256
-from gspo.tasks.render import render, uses_template
+from gspo.tasks.render import render, require_assistant, uses_template
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ def _judged(run: Run, tokenizer: Any, data: Rows, held_out: Rows | None, stage: 
     around = replace(surroundings(run, sides[0].rows), environment=stage is not None and stage.found.rewards)
     sets = [(load(side.rules, replace(around, rows=side.rows)), side.rows) for side in sides]
     tools = () if stage is None else stage.found.tools
+    for side in sides:
+        require_assistant(side.rows, tokenizer, run.data)
     shown = [render(side.rows, tokenizer, run.data, tools) for side in sides]
     notes = [note for side, rendered in zip(sides, shown, strict=True) for note in (*side.rows.notes, *rendered.notes)]
     notes += alike

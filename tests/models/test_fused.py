@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import families
@@ -87,6 +88,18 @@ def test_compiled_formulas_are_the_same() -> None:
         torch.testing.assert_close(a, b)
     for a, b in zip(made.gate_backward(grad, gate, up), plain.gate_backward(grad, gate, up), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_policy_its_reference_and_its_critic_share_the_compiled_formulas() -> None:
+    """Each rank, and each set of arguments that want gradients, is a version of its own: more than torch's limit of 8."""
+    made, versions = fused.compiled(), 0
+    for rank in (1, 2, 3):
+        for x_learns, weight_learns in product((False, True), repeat=2):
+            x = torch.ones(*(4,) * rank, 8, requires_grad=x_learns)
+            weight = torch.full((8,), 2.0, requires_grad=weight_learns)
+            torch.testing.assert_close(made.norm(x, weight, 0.0)[0], 2 * torch.ones_like(x))
+            versions += 1
+    assert versions > 8
 
 
 def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

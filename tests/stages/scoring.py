@@ -25,12 +25,17 @@ PAIRS: list[dict[str, Any]] = [
 """One prompt stands twice; a chosen answer is the beginning of a rejected one; lengths differ."""
 
 
-def made(folder: Path, rows: list[dict[str, Any]] | None = None, **keys: Any) -> RewardJob:
+def made(
+    folder: Path,
+    rows: list[dict[str, Any]] | None = None,
+    eval_rows: list[dict[str, Any]] | None = None,
+    **keys: Any,
+) -> RewardJob:
     """A job on the two-layer Llama, in float64 without a chat template unless told otherwise; its score is not zero."""
     model = {"name": "random-dense", "dtype": "float64"} | keys.pop("model", {})
     data = {"source": "python", "template": "none"} | keys.pop("data", {})
     tree = {"dir": str(folder), "threads": 1, "batch_size": 4, "steps": 1, "model": model, "data": data, **keys}
-    job = build(settings.check_as(RewardRun, tree, "test"), rows=rows or PAIRS)
+    job = build(settings.check_as(RewardRun, tree, "test"), rows=rows or PAIRS, eval_rows=eval_rows)
     if model["dtype"] == "float64":
         norms.in_float64(job.policy.model)
         generator = torch.Generator().manual_seed(0)

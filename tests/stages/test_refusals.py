@@ -88,10 +88,11 @@ def test_bad_answers(row: dict[str, Any], said: str, tmp_path: Path, command: Co
     refused(command("sft", plain(tmp_path), *words), run, "answers.jsonl", "line 3", said)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "train"])
 def test_a_template_without_an_assistants_turn(stage: str, tmp_path: Path, command: Command) -> None:
     data, run = written(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [f"model={damaged(tmp_path / 'model', NO_ANSWERS)}", f"data={data}", f"dir={run}"]
+    words += ["reward=regex:b"] if stage == "train" else []
     refused(command(stage, plain(tmp_path), *words), run, "rows.jsonl", "line 1", "no turn of the assistant")
 
 

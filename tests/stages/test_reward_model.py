@@ -102,6 +102,14 @@ def test_a_language_model_starts_with_a_score_of_zero_for_all(tmp_path: Path) ->
     assert (found["eval/accuracy"], found["eval/calibration_error"]) == (0.5, 0.0)
 
 
+@pytest.mark.parametrize(("margin", "centring"), [(None, 0.0), ("gap", 0.03)])
+def test_the_held_out_loss_is_the_one_that_is_trained_on(margin: str | None, centring: float, tmp_path: Path) -> None:
+    job = made(tmp_path / "run", eval_rows=PAIRS[::-1], data={"margin": margin}, centring=centring)
+    found = job.evaluate()["eval/loss"]
+    expected, _ = by_hand(job, PAIRS, margin)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
 # ------------------------------------------------------------------------------ calibration
 
 

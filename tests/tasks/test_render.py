@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo.config import Data
 from gspo.errors import InputError
 from gspo.tasks.data import read_rows
-from gspo.tasks.render import render
+from gspo.tasks.render import render, require_assistant
 
 WORDS = ["<unk>", "<s>", "<user>", "<system>", "<bot>", "a", "b", "c", "be", "terse"]
 TEMPLATE = (
@@ -130,3 +130,18 @@ def test_a_limit_saved_with_the_tokenizer_does_not_cut():
     made.model_max_length = 4
     (prompt,) = render(rows("a " * 9), made, Data()).prompts
     assert len(prompt.token_ids) == 12
+
+
+ASKS = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}"
+BEGINS = ASKS + "{% if add_generation_prompt %}<bot>{% endif %}"
+ONCE = "{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}<user>{{ messages[0].content }}"
+
+
+def test_a_template_that_writes_nothing_for_the_assistant_is_refused():
+    """One that marks where an answer begins, shows it afterwards, or takes a single question only, has what a run needs."""
+    with pytest.raises(InputError, match=r"row 0: the chat template has no turn of the assistant.*data\.template=none"):
+        require_assistant(rows("a"), tokenizer(ASKS), Data())
+    for template in (TEMPLATE, BEGINS, ONCE, ASKS.replace("if m.role == 'user'", "if true")):
+        require_assistant(rows("a"), tokenizer(template), Data())
+    require_assistant(rows("a"), tokenizer(ASKS), Data(template="none"))
+    require_assistant(rows("a"), tokenizer(None), Data())

@@ -32,9 +32,9 @@ class Arm:
     lines: tuple[Metrics, ...]
     cost: Cost
     """Of the whole process."""
-    agreement: tuple[float | None, float | None]
-    """Of two answers to a prompt on which the rule differs: how often the learned reward orders them as it does; at the
-    first and at the last step."""
+    agreement: tuple[float | None, ...]
+    """At each step: of two answers to a prompt on which the rule differs, how often the learned reward orders them as it
+    does; None where it differs on none."""
 
     @property
     def held_out(self) -> list[tuple[int, float, float]]:
@@ -75,9 +75,8 @@ def _mean(arms: Sequence[Arm], place: int) -> float:
 def _arm(line: Line, name: str, seed: int, prefix: str = "") -> Arm:
     run = f"{prefix}{name}-{seed}"
     lines = tuple(read(line.folder / run / "journal.jsonl"))
-    files = sorted((line.folder / run / "rollouts").glob("*.jsonl.gz"))
-    ends = (_agreement(files[0]), _agreement(files[-1]))
-    return Arm(name, seed, lines, line.cost(run), ends)
+    steps = sorted((line.folder / run / "rollouts").glob("[0-9]*.jsonl.gz"))  # and not those of evaluations
+    return Arm(name, seed, lines, line.cost(run), tuple(_agreement(path) for path in steps))
 
 
 def _agreement(path: Path) -> float | None:
@@ -106,6 +105,11 @@ def _draw(folder: Path, arms: Mapping[str, Sequence[Arm]], few: Sequence[Arm]) -
     if few:
         true.append(_by_step(_few_name(few), few, RULE))
     _chart(folder / "true.svg", "true reward, training prompts", "step", true, unit=True)
+    agreeing = [_agreeing(name, of) for name, of in arms.items()]
+    if few:
+        agreeing.append(_agreeing(_few_name(few), few))
+    title = "learned reward's agreement with the rule, training prompts"
+    _chart(folder / "agreement.svg", title, "step", agreeing, unit=True)
     paths = [_path(name, of) for name, of in arms.items()]
     _chart(folder / "over.svg", "true reward against the learned one, step by step", "learned reward", paths)
     if few:
@@ -129,6 +133,13 @@ def _held_out(name: str, arms: Sequence[Arm], x: Callable[[tuple[int, float, flo
 def _by_step(name: str, arms: Sequence[Arm], key: str) -> Series:
     lines = list(zip(*(arm.lines for arm in arms), strict=True))
     return _series(name, [at[0]["step"] for at in lines], [[line[key] for line in at] for at in lines])
+
+
+def _agreeing(name: str, arms: Sequence[Arm]) -> Series:
+    """Mean, lowest and highest over the seeds; a gap at a step where the rule differs on no answers."""
+    at = [[a for a in each if a is not None] for each in zip(*(arm.agreement for arm in arms), strict=True)]
+    middle, low, high = ([of(a) if a else None for a in at] for of in (fmean, min, max))
+    return Series(name, [line["step"] for line in arms[0].lines], middle, low, high)
 
 
 def _few_name(few: Sequence[Arm]) -> str:
@@ -175,7 +186,7 @@ def _report(line: Line, arms: Mapping[str, Sequence[Arm]], few: Sequence[Arm], r
 
 
 def _pictures(few: Sequence[Arm]) -> list[str]:
-    return ["rollouts", "time", "learned", "true", "over", *(["over-few"] if few else [])]
+    return ["rollouts", "time", "learned", "true", "agreement", "over", *(["over-few"] if few else [])]
 
 
 def _accuracy(last: Metrics) -> str:
@@ -187,7 +198,7 @@ def _accuracy(last: Metrics) -> str:
 
 
 def _numbers(arms: Sequence[Arm], shortest: float) -> list[str]:
-    first, last = arms[0].agreement if len(arms) == 1 else _agreements(arms)
+    first, last = (_agreeing("", arms).middle[k] for k in (0, -1))
     return [
         _spread([arm.held_out[0][2] for arm in arms]),
         _spread([arm.held_out[-1][2] for arm in arms]),
@@ -199,12 +210,6 @@ def _numbers(arms: Sequence[Arm], shortest: float) -> list[str]:
         f"{fmean(arm.cost.cpu_seconds for arm in arms):.0f}",
         f"{max(arm.cost.peak_bytes for arm in arms) / 1e6:.0f} MB",
     ]
-
-
-def _agreements(arms: Sequence[Arm]) -> tuple[float | None, float | None]:
-    ends = [[arm.agreement[k] for arm in arms if arm.agreement[k] is not None] for k in (0, 1)]
-    first, last = (fmean(v for v in values if v is not None) if values else None for values in ends)
-    return first, last
 
 
 def _share(value: float | None) -> str:

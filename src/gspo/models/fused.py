@@ -60,9 +60,13 @@ class Kernels:
     gate_backward: Callable[..., tuple[Tensor, Tensor]] = _gate_backward
 
 
+fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True, recompile_limit=64)
+"""Compile a formula, when it is first called. There is a version for each rank and each set of arguments that want
+gradients; policy, reference and critic share them, and need more than the 8 that torch allows."""
+
+
 def compiled() -> Kernels:
     """Each formula as one pass over memory: C++ on a CPU, Triton on a GPU; made when it is first called."""
-    fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
     return Kernels(fuse(norm), fuse(norm_backward), fuse(_gate), fuse(_gate_backward))
 
 

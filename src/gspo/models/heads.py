@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gspo.errors import InputError
 from gspo.models.attention import Layout
+from gspo.models.fused import fuse
 from gspo.models.linear import Collect, transposed_product
 from gspo.models.native import Kernels
 
@@ -290,7 +291,6 @@ class Softmax:
 
 def compiled() -> Formulas:
     """Each formula as one pass over memory; made when it is first called."""
-    fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
     return Formulas(fuse(_absorb), fuse(_block_gradient), fuse(_add))
 
 

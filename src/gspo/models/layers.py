@@ -80,9 +80,8 @@ class Kernels:
 
 def compiled(others: fused.Kernels) -> Kernels:
     """Each formula as one pass over memory; made when it is first called."""
-    fuse: Any = partial(torch.compile, dynamic=True, fullgraph=True)
     formulas = (_part, _part_backward, _regate, _norm_of_sum, _norm_backward)
-    return Kernels(**{formula.__name__.strip("_"): fuse(formula) for formula in formulas}, fused=others)
+    return Kernels(**{formula.__name__.strip("_"): fused.fuse(formula) for formula in formulas}, fused=others)
 
 
 # ------------------------------------------------------------------------------ with gradients

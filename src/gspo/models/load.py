@@ -203,9 +203,9 @@ def _checked(model: config.Model, read: Callable[[], Any]) -> Any:
         known = model.name in BUILTIN or Path(model.name).expanduser().exists()
         if not known and isinstance(error, OSError) and (why := out_of_reach()):  # it is nowhere
             raise InputError(
-                f"model={model.name}: no built-in name, no folder here, and {why}.{_nearest(model.name)}"
+                f"model={model.name}: no built-in name, no folder here, and {why}{_nearest(model.name)}"
             ) from error
-        where = "" if known else f" Tried as a built-in name, a folder here and a hub id.{_nearest(model.name)}"
+        where = "" if known else f" Tried as a built-in name, a folder here and a hub id{_nearest(model.name)}"
         raise InputError(f"model={model.name}: could not be loaded: {str(error).rstrip('. ')}.{where}") from error
 
 

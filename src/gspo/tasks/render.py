@@ -101,6 +101,23 @@ def templated(
     return _text(rows, index, messages, tokenizer, {"add_generation_prompt": not answered})
 
 
+def require_assistant(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+    """Raise InputError where the chat template writes nothing for the assistant: neither where its answer begins, nor of
+    the answer. Such a policy would be asked without a sign that it is its turn, and could not be shown what it said."""
+    if not uses_template(rows, tokenizer, data):
+        return
+    asked = templated(rows, 0, tokenizer, data)
+    try:
+        answered = templated(rows, 0, tokenizer, data, [{"role": "assistant", "content": "yes"}])
+    except InputError:  # a template of single questions may refuse more
+        return
+    if asked == answered:
+        raise InputError(
+            f"{rows.name}: {rows.place(0)}: the chat template has no turn of the assistant: the prompt reads …{asked[-40:]!r}, with an answer "
+            "or without. Use data.template=none, or give the tokenizer a template that has one"
+        )
+
+
 def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template has a place for tools."""
     return "tools" in str(tokenizer.chat_template)
