@@ -102,9 +102,8 @@ class Rescue:
         self.returned = True
 
     def at_save(self, step: int) -> State:
-        """The state as it goes into the checkpoint of `step`, which is the next target if the moment is calm."""
-        if self.state.calm:
-            self.state = replace(self.state, target=step)
+        """The state as it goes into the checkpoint of `step`."""
+        self.state = guard.saved(self.state, step)
         return self.state
 
     def _require_same(self, sha256: str | None) -> None:
