@@ -210,7 +210,7 @@ def test_a_checkpoint_whose_own_evaluation_is_the_best_is_good_at_once() -> None
     assert saved(state, 10).target == 10
     assert saved(after([{}], state)[0], 11).target is None, "it was measured a step before"
     assert saved(after([evaluated(0.55)], state)[0], 11).target is None, "not the best"
-    assert not rolled_back(state, State()).proven, "the weights that were measured have gone"
+    assert not rolled_back(state, state).proven, "what was measured are not the weights of this step"
 
 
 def test_where_prompts_are_chosen_an_evaluation_says_which_checkpoint_is_good() -> None:

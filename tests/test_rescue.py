@@ -130,6 +130,18 @@ def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     assert journal(folder)[14]["guard/action"] == "rollback"
 
 
+def test_a_damaged_target_is_named_and_the_run_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def reward(completion: str) -> float:
+        if (folder / "checkpoints" / "00000014").exists():
+            (folder / "checkpoints" / "00000001" / "model.safetensors").write_bytes(b"")
+        return falling(folder)(completion)
+
+    with pytest.raises(gspo.RunError, match=r"the guard cannot roll back: .*00000001.*model\.safetensors is damaged"):
+        run(folder, reward=reward, steps=16, checkpoint={"every": 1, "keep": 1}, optimizer={"learning_rate": 3e-3})
+
+
 def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> None:
     """With max_staleness the next step's answers are there already when the weights are put back."""
     folder = run(

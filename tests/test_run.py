@@ -221,6 +221,14 @@ def test_one_update_a_step_is_said_to_make_clipping_inactive(
         torch.testing.assert_close(a[key], b[key], rtol=1e-9, atol=1e-12)
 
 
+def test_a_loss_of_zero_on_policy_is_said_to_be_one_that_learns(tmp_path: Path) -> None:
+    """P40: users stop healthy runs for it. Its other causes: below, and `test_a_gradient_that_reaches_nothing_stops_the_run`."""
+    keys: dict[str, Any] = {**SHORT, "steps": 1, "group_size": 8, "eval": {"every": 0}}
+    (line,) = journal(gspo.train("sort", dir=tmp_path / "run", algorithm={"updates_per_step": 1}, **keys).folder)
+    assert abs(line["loss"]) < 1e-6 < line["grad_norm"]
+    assert "the loss is 0 on policy" in line["verdict"]
+
+
 def test_a_step_without_signal_changes_nothing_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """NVIDIA-NeMo/RL#4158, huggingface/trl#3452: 'loss 0.0' must say why."""
     folder = tiny(tmp_path / "run", steps=4, reward=lambda completion: 1.0).folder
