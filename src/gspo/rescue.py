@@ -7,7 +7,7 @@ In: the metrics of a step, or the learner's failure. Out: the journal's keys of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
