@@ -165,10 +165,13 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "said"), [("warn", ["warn", "warn"]), ("off", [])])
 def test_it_only_warns_or_is_silent_when_told_so(mode: str, said: list[str], tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", reward=falling(tmp_path / "run"), steps=16, guard=mode)
+    folder = run(
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=16, guard=mode, checkpoint={"every": 1, "keep": 1}
+    )
     found = [line.get("guard/action") for line in journal(folder)]
     assert [action for action in found if action not in (None, "none")] == said
     assert {line["learning_rate"] for line in journal(folder)} == {3e-3}
+    assert len(list(folder.glob("checkpoints/*"))) == 1, "none is kept to go back to"
 
 
 # ------------------------------------------------------------------------------ numbers that are not finite

@@ -103,7 +103,8 @@ class Rescue:
 
     def at_save(self, step: int) -> State:
         """The state as it goes into the checkpoint of `step`."""
-        self.state = guard.saved(self.state, step)
+        if self.repairs:  # else nothing is gone back to, and nothing has to be kept for it
+            self.state = guard.saved(self.state, step)
         return self.state
 
     def _require_same(self, sha256: str | None) -> None:
