@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 
 from gspo import guard
-from gspo.guard import ACT_AFTER, FIRST, MAX_ROLLBACKS, WARN_AFTER, Decision, State, read_state, rolled_back, watch
+from gspo.guard import (
+    ACT_AFTER,
+    FIRST,
+    MAX_ROLLBACKS,
+    WARN_AFTER,
+    WINDOW,
+    Decision,
+    State,
+    read_state,
+    rolled_back,
+    saved,
+    watch,
+)
 
 RECORDED = Path(__file__).parent / "data" / "journals"
 CALM: dict[str, Any] = {
@@ -171,6 +183,45 @@ def test_the_start_counts_as_an_evaluation() -> None:
     ]
 
 
+def test_a_checkpoint_is_gone_back_to_once_the_average_is_of_answers_after_it() -> None:
+    state = saved(after([{}] * 10)[0], 10)
+    assert after([{}] * (WINDOW - 1), state)[0].target is None
+    assert after([{"reward/mean": None}] * 20, state)[0].target is None, "a step without a reward says nothing"
+    good, _ = after([{}] * WINDOW, state)
+    assert (good.target, good.waiting) == (10, None)
+    # One waits at a time, so that no more than two are kept; a later one when it is known to be good.
+    assert saved(after([{}] * 3, state)[0], 13).waiting == 10
+    assert saved(good, 18).waiting == 18
+    assert saved(good, 18).target == 10
+
+
+def test_a_checkpoint_from_within_a_collapse_is_never_gone_back_to() -> None:
+    """Saved when the average did not show it yet: the run would be put back into the hole, three times, and end there."""
+    state, _ = after([{}] * 10 + [{"reward/mean": 0.0}])
+    assert state.calm
+    state, decisions = after([{"reward/mean": 0.0}] * 8, saved(state, 11))
+    assert actions(decisions)[-1] == ("rollback", "reward")
+    assert (state.target, state.waiting) == (None, None)
+    assert saved(state, 19) == state, "it is not calm"
+
+
+def test_a_checkpoint_whose_own_evaluation_is_the_best_is_good_at_once() -> None:
+    state, _ = after([{**evaluated(0.5, prefix="eval/start")}] + [{}] * 8 + [evaluated(0.6)])
+    assert saved(state, 10).target == 10
+    assert saved(after([{}], state)[0], 11).target is None, "it was measured a step before"
+    assert saved(after([evaluated(0.55)], state)[0], 11).target is None, "not the best"
+    assert not rolled_back(state, state).proven, "what was measured are not the weights of this step"
+
+
+def test_where_prompts_are_chosen_an_evaluation_says_which_checkpoint_is_good() -> None:
+    state = saved(after([{**CHOSEN, **evaluated(0.6)}] * 10 + [CHOSEN])[0], 11)
+    assert after([CHOSEN] * 20, state)[0].target is None
+    assert after([{**CHOSEN, **evaluated(0.55)}], state)[0].target == 11, "within the interval"
+    assert after([{**CHOSEN, **evaluated(0.45)}], state)[0].waiting is None
+    blind = saved(after([CHOSEN] * 10)[0], 10)
+    assert after([CHOSEN] * WINDOW, blind)[0].target == 10, "without evaluations there is nothing to wait for"
+
+
 def test_rollbacks_are_bounded_and_time_goes_on() -> None:
     state, _ = after([{}] * 10)
     then = replace(state, target=7)
@@ -233,6 +284,20 @@ def test_real_collapses_are_recognised(name: str, rule: str, latest: int) -> Non
     assert found == rule
     assert step <= latest
     assert step < len(recorded(name)) - 10, "early enough to be of use"
+
+
+@pytest.mark.parametrize(("every", "target"), [(1, 1), (2, None), (5, None)])
+def test_a_real_collapse_goes_back_to_before_it(every: int, target: int | None) -> None:
+    """GRPO without its clip: the weights of its first step still get 0.20, those of the second 0.02, and the average shows it
+    at the tenth."""
+    state = State()
+    for line in recorded("collapse-unclipped"):
+        state, decision = watch(state, line)
+        if decision.action == "rollback":
+            break
+        state = saved(state, line["step"]) if line["step"] % every == 0 else state
+    assert line["step"] == 13
+    assert state.target == target
 
 
 def test_a_collapse_is_recognised_without_evaluations_too() -> None:

@@ -23,8 +23,9 @@ SHORT: dict[str, Any] = dict(
     eval={"every": 0},
     judging={"workers": 1},
 )
-FELL = range(8, 12)
-"""Steps whose rewards fall, whatever is answered: the alarm comes at the fourth, for the guard waits that long."""
+FELL = range(12, 16)
+"""Steps whose rewards fall, whatever is answered: the alarm comes at the fourth, for the guard waits that long. By then the
+first checkpoint is known to be good, and a later one is not."""
 
 
 def digits(completion: str) -> float:
@@ -61,31 +62,31 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def repaired(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 14 steps that was rolled back after step 11, every checkpoint kept."""
+    """A run of 18 steps that was rolled back after step 15, every checkpoint kept."""
     folder = tmp_path_factory.mktemp("guard") / "run"
     optimizer = {"learning_rate": 3e-3, "schedule": "linear"}
-    return run(folder, reward=falling(folder), steps=14, checkpoint={"every": 1, "keep": 20}, optimizer=optimizer)
+    return run(folder, reward=falling(folder), steps=18, checkpoint={"every": 1, "keep": 20}, optimizer=optimizer)
 
 
 def test_weights_and_optimizer_return_and_time_goes_on(repaired: Path) -> None:
     lines = journal(repaired)
-    assert [line["step"] for line in lines] == list(range(1, 15)), "steps go on"
-    assert [line["version"] for line in lines] == list(range(1, 15)), "versions go on"
+    assert [line["step"] for line in lines] == list(range(1, 19)), "steps go on"
+    assert [line["version"] for line in lines] == list(range(1, 19)), "versions go on"
     actions = {line["step"]: line["guard/action"] for line in lines if line["guard/action"] != "none"}
-    assert actions == {9: "warn", 11: "rollback"}
-    back = lines[10]
+    assert actions == {13: "warn", 15: "rollback"}
+    back = lines[14]
     assert (back["guard/rule"], back["guard/target"], back["guard/rollbacks"], back["guard/step_size"]) == (
-        "reward", 7, 1, 0.5,
+        "reward", 1, 1, 0.5,
     )  # fmt: skip
-    assert same(weights(repaired, 11), weights(repaired, 7))
-    moments = [load_file(repaired / "checkpoints" / f"{s:08d}" / "optimizer.safetensors") for s in (11, 7, 10)]
+    assert same(weights(repaired, 15), weights(repaired, 1))
+    moments = [load_file(repaired / "checkpoints" / f"{s:08d}" / "optimizer.safetensors") for s in (15, 1, 14)]
     assert same(moments[0], moments[1])
     assert not same(moments[0], moments[2])
     states = [json.loads(path.read_text()) for path in sorted(repaired.glob("checkpoints/*/state.json"))]
-    assert [state["position"] for state in states] == [4 * step for step in range(1, 15)], "the sampler goes on"
+    assert [state["position"] for state in states] == [4 * step for step in range(1, 19)], "the sampler goes on"
     # The schedule counts updates and goes on; the factor is half.
-    full = [3e-3 * (1 - (state["updates"] - 1) / 56) for state in states]
-    assert [line["learning_rate"] for line in lines] == pytest.approx(full[:11] + [rate / 2 for rate in full[11:]])
+    full = [3e-3 * (1 - (state["updates"] - 1) / 72) for state in states]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(full[:15] + [rate / 2 for rate in full[15:]])
 
 
 def test_the_report_says_what_the_guard_did(repaired: Path) -> None:
@@ -93,46 +94,58 @@ def test_the_report_says_what_the_guard_did(repaired: Path) -> None:
     rows = [
         re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html.split("<h2>Guard</h2>")[1])
     ]
-    assert [row[:4] for row in rows[:2]] == [["9", "warn", "–", "1"], ["11", "rollback", "7", "0.5"]]
+    assert [row[:4] for row in rows[:2]] == [["13", "warn", "–", "1"], ["15", "rollback", "1", "0.5"]]
     assert rows[1][4].startswith("reward: the reward, ")
 
 
 def test_what_is_restored_is_said(repaired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "run"
     shutil.copytree(repaired, cut, symlinks=True)
-    shutil.rmtree(cut / "checkpoints" / "00000014")
+    shutil.rmtree(cut / "checkpoints" / "00000018")
     gspo.train(resume=cut, reward=falling(cut))
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from "))
-    updates = json.loads((cut / "checkpoints" / "00000013" / "state.json").read_text())["updates"]
+    updates = json.loads((cut / "checkpoints" / "00000017" / "state.json").read_text())["updates"]
     assert said.endswith(
-        f"checkpoints/00000013: weights, optimizer ({updates} updates), position 52 in the data, the guard (1 rollbacks, learning rate times 0.5)"
+        f"checkpoints/00000017: weights, optimizer ({updates} updates), position 68 in the data, the guard (1 rollbacks, learning rate times 0.5)"
     )
 
 
-@pytest.mark.parametrize("killed_after", [9, 11, 12])
+@pytest.mark.parametrize("killed_after", [5, 13, 15, 16])
 def test_a_run_killed_around_a_rollback_resumes_bit_for_bit(repaired: Path, killed_after: int, tmp_path: Path) -> None:
     cut = tmp_path / "run"
     shutil.copytree(repaired, cut, symlinks=True)
-    for late in range(killed_after + 1, 15):
+    for late in range(killed_after + 1, 19):
         shutil.rmtree(cut / "checkpoints" / f"{late:08d}")
     gspo.train(resume=cut, reward=falling(cut))
     assert journal(cut) == journal(repaired)
-    assert same(weights(cut, 14), weights(repaired, 14))
+    assert same(weights(cut, 18), weights(repaired, 18))
 
 
 def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     folder = run(
-        tmp_path / "run", reward=falling(tmp_path / "run"), steps=12, checkpoint={"every": 1, "keep": 1},
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=16, checkpoint={"every": 1, "keep": 1},
         optimizer={"learning_rate": 3e-3},
     )  # fmt: skip
-    assert journal(folder)[10]["guard/target"] == 7
-    assert journal(folder)[10]["guard/action"] == "rollback"
+    assert journal(folder)[14]["guard/target"] == 1
+    assert journal(folder)[14]["guard/action"] == "rollback"
+
+
+def test_a_damaged_target_is_named_and_the_run_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def reward(completion: str) -> float:
+        if (folder / "checkpoints" / "00000014").exists():
+            (folder / "checkpoints" / "00000001" / "model.safetensors").write_bytes(b"")
+        return falling(folder)(completion)
+
+    with pytest.raises(gspo.RunError, match=r"the guard cannot roll back: .*00000001.*model\.safetensors is damaged"):
+        run(folder, reward=reward, steps=16, checkpoint={"every": 1, "keep": 1}, optimizer={"learning_rate": 3e-3})
 
 
 def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> None:
     """With max_staleness the next step's answers are there already when the weights are put back."""
     folder = run(
-        tmp_path / "run", reward=falling(tmp_path / "run"), steps=15, checkpoint={"every": 1, "keep": 1},
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=19, checkpoint={"every": 1, "keep": 1},
         optimizer={"learning_rate": 3e-3}, max_staleness=1,
     )  # fmt: skip
     lines = journal(folder)
@@ -143,19 +156,22 @@ def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> No
 
 def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path) -> None:
     folder = run(
-        tmp_path / "run", reward=falling(tmp_path / "run"), steps=11, checkpoint={"every": 0}, optimizer={"learning_rate": 3e-3}
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=15, checkpoint={"every": 0}, optimizer={"learning_rate": 3e-3}
     )  # fmt: skip
     fresh = run(tmp_path / "fresh", reward=lambda completion: 1.0, steps=1)
-    assert journal(folder)[10]["guard/target"] == 0
-    assert same(weights(folder, 11), weights(fresh, 1))
+    assert journal(folder)[14]["guard/target"] == 0
+    assert same(weights(folder, 15), weights(fresh, 1))
 
 
 @pytest.mark.parametrize(("mode", "said"), [("warn", ["warn", "warn"]), ("off", [])])
 def test_it_only_warns_or_is_silent_when_told_so(mode: str, said: list[str], tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", reward=falling(tmp_path / "run"), steps=12, guard=mode)
+    folder = run(
+        tmp_path / "run", reward=falling(tmp_path / "run"), steps=16, guard=mode, checkpoint={"every": 1, "keep": 1}
+    )
     found = [line.get("guard/action") for line in journal(folder)]
     assert [action for action in found if action not in (None, "none")] == said
     assert {line["learning_rate"] for line in journal(folder)} == {3e-3}
+    assert len(list(folder.glob("checkpoints/*"))) == 1, "none is kept to go back to"
 
 
 # ------------------------------------------------------------------------------ numbers that are not finite

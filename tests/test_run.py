@@ -131,7 +131,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(dtype: str, tmp_path:
 
 def test_a_half_checkpoint_is_never_picked(tmp_path: Path) -> None:
     """verl-project/verl#4873."""
-    folder = tiny(tmp_path / "run", checkpoint={"every": 1, "keep": 2}, eval={"every": 0}).folder
+    # The guard keeps checkpoints of its own beside these.
+    folder = tiny(tmp_path / "run", guard="off", checkpoint={"every": 1, "keep": 2}, eval={"every": 0}).folder
     broken = folder / "checkpoints" / "00000009"
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"half")
@@ -219,6 +220,14 @@ def test_one_update_a_step_is_said_to_make_clipping_inactive(
     a, b = (load_file(run.folder / "checkpoints" / "00000003" / "model.safetensors") for run in (gspo_run, grpo_run))
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_of_zero_on_policy_is_said_to_be_one_that_learns(tmp_path: Path) -> None:
+    """P40: users stop healthy runs for it. Its other causes: below, and `test_a_gradient_that_reaches_nothing_stops_the_run`."""
+    keys: dict[str, Any] = {**SHORT, "steps": 1, "group_size": 8, "eval": {"every": 0}}
+    (line,) = journal(gspo.train("sort", dir=tmp_path / "run", algorithm={"updates_per_step": 1}, **keys).folder)
+    assert abs(line["loss"]) < 1e-6 < line["grad_norm"]
+    assert "the loss is 0 on policy" in line["verdict"]
 
 
 def test_a_step_without_signal_changes_nothing_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,14 @@ class State:
     strikes: Mapping[str, int] = field(default_factory=dict)
     """Steps in a row on which each rule has held."""
 
+    proven: bool = False
+    """The step at hand was evaluated, and its reward is the best so far: its weights are good for sure."""
+    waiting: int | None = None
+    """Step of a checkpoint that was saved in a calm moment. Rewards are averaged, so that a collapse may have begun by then."""
+    waited: int = 0
+    """Steps with a reward since then, all of them calm."""
     target: int | None = None
-    """Step of the newest checkpoint that was saved in a calm moment; None: the start."""
+    """Step of the newest checkpoint that is known to be good; None: the start."""
     rollbacks: int = 0
     step_size: float = 1.0
     """Factor on the learning rate."""
@@ -249,7 +255,7 @@ def watch(state: State, metrics: Mapping[str, Any]) -> tuple[State, Decision]:
     seen = _seen(state, metrics)
     found = {name: text for name, rule in RULES.items() if (text := rule.holds(seen, metrics))}
     strikes = {name: state.strikes.get(name, 0) + 1 for name in found}
-    seen = replace(_learned(seen, metrics, calm=not found), strikes=strikes)
+    seen = _tried(replace(_learned(seen, metrics, calm=not found), strikes=strikes), metrics)
     for name, text in found.items():
         rule = RULES[name]
         if (rule.at_once or strikes[name] >= ACT_AFTER) and (rule.alone or seen.down):
@@ -262,6 +268,15 @@ def watch(state: State, metrics: Mapping[str, Any]) -> tuple[State, Decision]:
         if strikes[n] == (1 if RULES[n].at_once else WARN_AFTER)
     ]
     return seen, Decision("warn", *said[0]) if said else Decision()
+
+
+def saved(state: State, step: int) -> State:
+    """After a checkpoint of `step`: it is the target if it is known to be good, else it waits to be, if none does already."""
+    if not state.calm:
+        return state
+    if state.proven:
+        return replace(state, target=step, waiting=None)
+    return replace(state, waiting=step, waited=0) if state.waiting is None else state
 
 
 def alarm(state: State, rule: str, text: str) -> Decision:
@@ -282,6 +297,8 @@ def rolled_back(state: State, then: State) -> State:
         chosen=state.chosen,
         kl=None,
         strikes={},
+        proven=False,
+        waiting=None,
         target=state.target,
         rollbacks=state.rollbacks + 1,
         step_size=state.step_size * SMALLER,
@@ -315,6 +332,20 @@ def _learned(s: State, m: Mapping[str, Any], *, calm: bool) -> State:
         repeated=_first(s.repeated, m.get("repetition/share")),
     )
     return replace(s, best_eval=_better(s.best_eval, _evaluation(m, "eval")))
+
+
+def _tried(s: State, m: Mapping[str, Any]) -> State:
+    """With what the step says of the checkpoint that waits. It is good once nothing has held until the average is of answers
+    after it alone, or, where prompts are chosen and steps say nothing, until an evaluation."""
+    found = _evaluation(m, "eval")
+    s = replace(s, proven=found is not None and found == s.best_eval)
+    if s.waiting is None:
+        return s
+    if not s.calm:
+        return replace(s, waiting=None)
+    s = replace(s, waited=s.waited + (m["reward/mean"] is not None))
+    good = found is not None if s.chosen and s.best_eval is not None else s.waited >= WINDOW
+    return replace(s, target=s.waiting, waiting=None) if good else s
 
 
 def _evaluation(m: Mapping[str, Any], prefix: str) -> Interval | None:

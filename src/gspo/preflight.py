@@ -209,9 +209,9 @@ def weights_kept(run: Run, model: Any) -> int:
 
 
 def disk(run: Run, folder: Path, parameters: int) -> Finding:
-    """Room for the checkpoints: float32 weights and two moments each; the newest ones, best, the guard's target, and one being written."""
+    """Room for the checkpoints: float32 weights and two moments each; the newest ones, best, the guard's two, and one being written."""
     one = parameters * 4 * 3
-    most = run.checkpoint.keep + 1 + (run.eval.every > 0) + (run.guard == "rollback")
+    most = run.checkpoint.keep + 1 + (run.eval.every > 0) + 2 * (run.guard == "rollback")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(above).free
     text = f"a checkpoint takes {one / 1e9:.2f} GB, at most {most} stand at a time ({most * one / 1e9:.2f} GB), and {free / 1e9:.2f} GB are free in {above}"

@@ -7,7 +7,7 @@ In: the metrics of a step, or the learner's failure. Out: the journal's keys of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,9 +102,9 @@ class Rescue:
         self.returned = True
 
     def at_save(self, step: int) -> State:
-        """The state as it goes into the checkpoint of `step`, which is the next target if the moment is calm."""
-        if self.state.calm:
-            self.state = replace(self.state, target=step)
+        """The state as it goes into the checkpoint of `step`."""
+        if self.repairs:  # else nothing is gone back to, and nothing has to be kept for it
+            self.state = guard.saved(self.state, step)
         return self.state
 
     def _require_same(self, sha256: str | None) -> None:

@@ -159,7 +159,7 @@ class Store:
         self._lock.close()
 
     def settle(self, progress: Progress) -> None:
-        """Point `best` at the best checkpoint, then remove all others but the newest `keep` and the one that the guard would go back to.
+        """Point `best` at the best checkpoint, then remove all others but the newest `keep` and those that the guard would go back to.
 
         Both follow from `progress` alone, so that a run killed between a save and this is put right when it resumes.
         """
@@ -169,10 +169,11 @@ class Store:
             draft.unlink(missing_ok=True)
             draft.symlink_to(best.relative_to(self._run))
             draft.replace(link)
-        target = None if progress.guard is None else progress.guard.target
-        back = self._folder / f"{target:08d}" if target is not None else None
+        guard = progress.guard
+        steps = () if guard is None else (guard.target, guard.waiting)
+        back = [self._folder / f"{step:08d}" for step in steps if step is not None]
         for old in self.complete()[: -self._keep]:
-            if old not in (best, back):  # the guard may have to go back to one
+            if old != best and old not in back:
                 shutil.rmtree(old)
 
     def complete(self) -> list[Path]:

@@ -127,6 +127,19 @@ def test_the_report_is_one_offline_file(run: Path, capsys: pytest.CaptureFixture
     assert (run / "report.html").read_text() == html == page(run)
 
 
+def test_the_report_of_experts_shows_how_many_changed(tmp_path: Path) -> None:
+    keys = {
+        **KEYS,
+        "steps": 1,
+        "model": "random-moe",
+        "eval": {"every": 0},
+        "reward": lambda completion: len(completion),
+    }
+    html = (gspo.train("tiny", dir=tmp_path / "run", **keys).folder / "report.html").read_text()
+    assert "experts changed" in re.findall(r'class="title">([^<]+)<', html)
+    assert "engine to trainer" in html
+
+
 def test_what_a_model_wrote_is_no_markup(run: Path) -> None:
     path = run / "rollouts" / "00000001.jsonl.gz"
     kept = path.read_bytes()
