@@ -49,7 +49,7 @@ class ValueLearner(Learner):
             model,
             tokens_T=batch.tokens_T[micro.token],
             position_T=batch.position_T[micro.token],
-            layout=Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents),
+            layout=Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents, kernels=self.kernels),
             source_N=batch.source_N[micro.trained] - micro.token.start,
         )
         return Read(value_N, torch.zeros_like(value_N))

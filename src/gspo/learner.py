@@ -240,7 +240,7 @@ class Learner:
             self._gradients.leave_room()
 
     def _read(self, model: Any, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
-        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
+        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents, kernels=self.kernels)
         shared = self.value_head if model is self.model else None
         read_N = trained_logprobs(
             model,

@@ -8,13 +8,14 @@ from typing import Any
 import families
 import pytest
 import torch
+from compiled import needs_kernels
 from families import one_by_one, packed, relative_gap, sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo import InputError
-from gspo.models import attention
+from gspo.models import attention, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.flex import FlexTrees
 from gspo.models.heads import install_head, trained_logprobs
@@ -122,6 +123,29 @@ def test_the_masks_for_gpus_see_the_same_tokens(window: int | None) -> None:
     trees = FlexTrees(lengths, parents, torch.device("cpu"))
     found = trees.attend(q, k, v, scaling=0.2, window=window)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("scores", [2**19, 100])
+def test_kernels_share_out_the_same_scores(window: int | None, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, parents = FOREST
+    monkeypatch.setattr(attention, "_SCORES", scores)
+    found = []
+    for kernels in (None, native.kernels()):
+        q, k, v = (
+            torch.randn(1, heads, sum(lengths), 32, generator=torch.Generator().manual_seed(heads))
+            .bfloat16()
+            .requires_grad_()
+            for heads in (6, 2, 4)
+        )
+        v = v[:, 2:]
+        v.retain_grad()
+        out = Packed(lengths, parents=parents, kernels=kernels).attend(0, q, k, v, scaling=0.2, window=window)
+        (out.float() * torch.linspace(-1, 2, out.numel()).view_as(out)).sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).double().norm() <= 2**-7 * b.double().norm()
 
 
 def test_a_prompt_goes_through_the_model_once_for_all_its_answers() -> None:

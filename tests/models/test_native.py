@@ -92,6 +92,29 @@ def test_what_does_not_fit_into_tiles_is_not_taken() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("masks", [1, 3])
+def test_scores_are_shared_out_among_the_keys_that_are_seen(masks: int) -> None:
+    matrices, repeats, queries, keys = 6, 2, 5, 64
+    score = drawn(matrices, repeats, queries, keys, scale=4)
+    score[4, 1, 2, 0] = torch.nan
+    mask = torch.zeros(masks, queries, keys, dtype=torch.bfloat16)
+    mask[drawn(masks, queries, keys, seed=1) > 0.5] = -torch.inf
+    mask[:, :, 0] = 0
+    mask[0, 3] = -torch.inf
+    expected = torch.softmax(score.double() + mask.double().repeat(matrices // masks, 1, 1)[:, None], -1)
+    assert native.Kernels.shares(score)
+    native.kernels().share(score, mask)
+    seen_nothing = torch.arange(0, matrices, masks)
+    assert (score[seen_nothing, :, 3] == 0).all()
+    expected[seen_nothing, :, 3] = 0
+    assert score[4, 1, 2].isnan().any()
+    score[4, 1, 2] = expected[4, 1, 2] = 0
+    torch.testing.assert_close(score.double(), expected, rtol=2**-8, atol=0)
+    assert not native.Kernels.shares(score[..., :40].contiguous())
+    assert not native.Kernels.shares(score.float())
+
+
+@needs_kernels
 def test_norms_add_and_scale_in_one_pass() -> None:
     kernels = native.kernels()
     x, more, weight = drawn(9, 96), drawn(9, 96, seed=1), drawn(96, seed=2)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from gspo.errors import InputError
 from gspo.models.flex import FlexTrees
+from gspo.models.native import Kernels
 
 ATTENTION = "gspo"
 
@@ -52,7 +53,7 @@ class Packed:
     """Segments laid end to end, each hanging on an earlier one or on nothing: a row of trees.
 
     `lengths` in tokens; `parents` gives for each segment the index of the one that it continues, None for the start
-    of a sequence (all of them, by default). A token sees its own segment up to itself, and every token of the segments
+    of a sequence (all of them, by default). `kernels` are used where they suit. A token sees its own segment up to itself, and every token of the segments
     above; two answers to one prompt share the prompt and do not see each other.
     """
 
@@ -62,6 +63,7 @@ class Packed:
         device: torch.device | str = "cpu",
         *,
         parents: Sequence[int | None] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         if len(lengths) == 0 or min(lengths) < 1:
             raise ValueError(f"a packed row needs segments of at least one token, found lengths {list(lengths)}")
@@ -70,6 +72,7 @@ class Packed:
         pieces = _pieces(self._lengths, self._parents)
         self._blocks = [_Block(block, self.tokens, torch.device(device)) for block in _blocks(pieces)]
         self._flex: FlexTrees | None = None
+        self._kernels = kernels
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
@@ -77,7 +80,7 @@ class Packed:
         if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
             self._flex = self._flex or FlexTrees(self._lengths, self._parents, query.device)
             return self._flex.attend(query, key, value, scaling=scaling, window=window)
-        products = _Products(self._blocks, (query.shape[1], key.shape[1]), scaling, window)
+        products = _Products(self._blocks, (query.shape[1], key.shape[1]), scaling, window, self._kernels)
         out: Tensor = _Attend.apply(_rows(query), _rows(key), _rows(value), products)  # type: ignore[no-untyped-call]
         return out.view(1, self.tokens, query.shape[1], -1)
 
@@ -229,8 +232,15 @@ class _Uneven:
 class _Products:
     """The blocks of a packed row, as the heads, the scale and the window of a layer have them computed."""
 
-    def __init__(self, blocks: list[_Block], heads: tuple[int, int], scaling: float, window: int | None) -> None:
-        self._blocks, self._heads, self._scaling, self._window = blocks, heads, scaling, window
+    def __init__(
+        self,
+        blocks: list[_Block],
+        heads: tuple[int, int],
+        scaling: float,
+        window: int | None,
+        kernels: Kernels | None,
+    ) -> None:
+        self._blocks, self._heads, self._scaling, self._window, self._kernels = blocks, heads, scaling, window, kernels
 
     def __iter__(self) -> Iterator[tuple[_Block, _Index]]:
         return ((block, block.index(*self._heads)) for block in self._blocks)
@@ -244,9 +254,11 @@ class _Products:
 
     def share(self, block: _Block, q: Tensor, k: Tensor) -> Tensor:
         """What each query takes of each key: softmax of their products over the keys that it sees."""
-        score = torch.bmm(q, k.transpose(1, 2))
-        each = score.view(-1, block.pieces, q.shape[1] // block.queries, block.queries, block.keys)
-        each.add_(block.mask(self._window, q.dtype)[:, None])
+        score, mask = torch.bmm(q, k.transpose(1, 2)), block.mask(self._window, q.dtype)
+        if self._kernels is not None and self._kernels.shares(score):
+            self._kernels.share(score.view(len(score), -1, block.queries, block.keys), mask)
+            return score
+        score.view(-1, block.pieces, q.shape[1] // block.queries, block.queries, block.keys).add_(mask[:, None])
         return torch.softmax(score, -1)
 
     def grad_query(self, grad_score: Tensor, k: Tensor) -> Tensor:

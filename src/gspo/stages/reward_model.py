@@ -63,7 +63,7 @@ class ScoreLearner(Learner):
     noun = "score"
 
     def _read(self, model: nn.Module, batch: Batch, micro: Microbatch, routing: Routing | None) -> Read:
-        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents)
+        packed = Packed(micro.lengths, batch.tokens_T.device, parents=micro.parents, kernels=self.kernels)
         score_N = trained_scores(
             model,
             tokens_T=batch.tokens_T[micro.token],

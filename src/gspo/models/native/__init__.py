@@ -25,6 +25,8 @@ from torch import Tensor
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-mamx-tile", "-mamx-bf16", "-fPIC", "-shared", "-fopenmp")
 _LANES, _PAIRED = 16, 32
+_SCORES = 2**16
+"""Of a row, at most."""
 _SECONDS = 120
 """That the compiler may take; some three are usual."""
 
@@ -72,6 +74,8 @@ class Kernels:
         self._product.argtypes = [pointer, pointer, pointer, number, ctypes.c_int, pointer]
         self._weigh = library.gspo_weigh
         self._weigh.argtypes = [pointer, number, pointer, number, pointer, ctypes.c_int, pointer]
+        self._share = library.gspo_share
+        self._share.argtypes = [pointer, pointer, pointer]
         self._attend, self._norm = library.gspo_attend, library.gspo_norm
         self._attend.argtypes = [pointer]
         self._norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, pointer, number, number]
@@ -125,6 +129,18 @@ class Kernels:
         shape = (ctypes.c_long * 3)(len(inputs), *total.shape)
         at = (by_output.data_ptr(), by_output.stride(0), inputs.data_ptr(), inputs.stride(0))
         self._weigh(*at, total.data_ptr(), fresh, shape)
+
+    @staticmethod
+    def shares(score: Tensor) -> bool:
+        """Whether `share` takes these."""
+        whole = score.is_contiguous() and score.shape[-1] % _LANES == 0 and score.shape[-1] <= _SCORES
+        return score.device.type == "cpu" and score.dtype == torch.bfloat16 and whole
+
+    def share(self, score: Tensor, mask: Tensor) -> None:
+        """Softmax over the keys of score [M, R, C, K] with mask [S, C, K], 0 or -inf, added, in place; M a multiple of S,
+        and matrix i with mask i modulo S. Where all keys are masked, the result is 0."""
+        shape = (ctypes.c_long * 5)(*score.shape, len(mask))
+        self._share(score.data_ptr(), mask.data_ptr(), shape)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """x / rms(x) * weight [T, K] of x + `more`, which is written into x."""

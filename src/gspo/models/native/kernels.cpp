@@ -520,6 +520,27 @@ long draw(const float* z, long V, double uniform, double* logprob) {
     return token;
 }
 
+// ------------------------------------------------------------------------------------------------ packed attention
+
+// Softmax of a row of K scores (a multiple of 16) with the mask (0 or -inf) added, in place. What is masked becomes 0.
+inline void share_out(bf16* score, const bf16* mask, long K) {
+    __m512 largest = _mm512_set1_ps(-3.0e38f), sum = _mm512_setzero_ps();
+    for (long k = 0; k < K; k += LANES) largest = _mm512_max_ps(largest, _mm512_add_ps(load(score + k), load(mask + k)));
+    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    alignas(64) static thread_local float part[1 << 16];
+    float* e = part;
+    for (long k = 0; k < K; k += LANES) {
+        const __m512 s = _mm512_add_ps(load(score + k), load(mask + k));
+        const __mmask16 seen = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-3.0e38f), _CMP_NLE_UQ);
+        const __m512 y = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(s, largest)));
+        _mm512_store_ps(e + k, y);
+        sum = _mm512_add_ps(sum, y);
+    }
+    const float total = _mm512_reduce_add_ps(sum);
+    const __m512 scale = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);  // not if it is no number
+    for (long k = 0; k < K; k += LANES) store(score + k, _mm512_mul_ps(_mm512_load_ps(e + k), scale));
+}
+
 // ------------------------------------------------------------------------------------------------ weight gradients
 
 // 32 tokens (those beyond `count` are zeros) by 32 columns of x as two right tiles: pairs of consecutive tokens.
@@ -636,6 +657,16 @@ void gspo_product(const bf16* packed, const bf16* w, void* y, long stride, int w
         product(packed, w, (float*)y, stride, TNK[0], TNK[1], TNK[2]);
     else
         product(packed, w, (bf16*)y, stride, TNK[0], TNK[1], TNK[2]);
+}
+
+// Softmax over the last axis of score [matrices, repeats, C, K] + mask [masks, C, K], in place; matrix i goes with mask
+// i modulo `masks`. K a multiple of 16, at most 65536.
+void gspo_share(bf16* score, const bf16* mask, const long* shape) {
+    const long matrices = shape[0], repeats = shape[1], C = shape[2], K = shape[3], masks = shape[4];
+#pragma omp parallel for schedule(static) collapse(2)
+    for (long i = 0; i < matrices; ++i)
+        for (long row = 0; row < repeats * C; ++row)
+            share_out(score + (i * repeats * C + row) * K, mask + (i % masks * C + row % C) * K, K);
 }
 
 // total [M, N] (float32) = the transpose of y [T, M] times x [T, N], or that much more unless `fresh`; M and N multiples of 32.
