@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from compiled import needs_kernels
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
-from gspo.models import native
+from gspo import config
+from gspo.models import lora, native
 from gspo.models.attention import ATTENTION
 from gspo.models.cache import TreeCache
-from gspo.models.decoder import Decoder, layers_of
+from gspo.models.decoder import Decoder
 from gspo.models.heads import install_head
 
 _SHAPE: dict[str, Any] = dict(
@@ -37,6 +39,11 @@ def made(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     model.set_attn_implementation(ATTENTION)
     install_head(model)
     return model
+
+
+def is_known(model: Any) -> bool:
+    """Whether its layers are computed kernel by kernel."""
+    return Decoder(model, native.kernels())._layers is not None
 
 
 def steps(model: Any, kernels: native.Kernels | None) -> Tensor:
@@ -69,7 +76,7 @@ def test_logits_are_the_models_own(family: Callable[..., Any]) -> None:
     assert float(exact.std()) > 10 * gap
     assert gap < 1.2 * own_gap
     assert ours.dtype == torch.float32
-    assert (layers_of(made(config), native.kernels()) is None) == (family is Qwen3Config)
+    assert is_known(made(config)) == (family is LlamaConfig)
 
 
 @needs_kernels
@@ -78,6 +85,24 @@ def test_weights_are_read_as_they_are_now() -> None:
     before = steps(model, native.kernels())
     model.model.layers[1].mlp.down_proj.weight.neg_()
     assert not torch.equal(steps(model, native.kernels()), before)
+
+
+@needs_kernels
+def test_an_adapter_is_merged_and_goes_the_same_way() -> None:
+    plain = made(LlamaConfig(**_SHAPE))
+    model = copy.deepcopy(plain)
+    adapter = lora.adapt(
+        model, lora.Asked(config.Model(name="llama"), None, config.Lora(rank=4)), base="llama", sha256="", seed=0
+    )
+    assert adapter is not None
+    with torch.no_grad():
+        for name, layer in lora.adapted_layers(model):
+            layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(1))
+            plain.get_submodule(name).weight.copy_(lora.merged_weight(layer))
+    assert is_known(model)
+    assert torch.equal(steps(model, native.kernels()), steps(plain, native.kernels()))
+    model.model.layers[0].self_attn.k_proj.base_layer.bias = torch.nn.Parameter(torch.zeros(32, dtype=torch.bfloat16))
+    assert not is_known(model)
 
 
 def _hooked(model: Any) -> None:
@@ -100,9 +125,9 @@ def _strange(model: Any) -> None:
 @pytest.mark.parametrize("change", [_hooked, _biased, _strange])
 def test_what_is_not_known_exactly_goes_through_transformers(change: Callable[[Any], None]) -> None:
     model = made(LlamaConfig(**_SHAPE))
-    assert layers_of(model, native.kernels()) is not None
+    assert is_known(model)
     change(model)
-    assert layers_of(model, native.kernels()) is None
+    assert not is_known(model)
 
 
 @needs_kernels
@@ -118,7 +143,7 @@ def test_what_is_not_known_exactly_goes_through_transformers(change: Callable[[A
 )
 def test_other_layers_and_shapes_go_through_transformers(config: Any) -> None:
     model = made(config)
-    assert layers_of(model, native.kernels()) is None
+    assert not is_known(model)
     exact = steps(made(config, torch.float64), None)
     assert float((steps(model, native.kernels()) - exact).std()) < 0.1 * float(exact.std())
 

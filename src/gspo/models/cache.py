@@ -52,7 +52,8 @@ class TreeCache:
             slots.setdefault(padded(length), []).append(i)
         for bucket in self.buckets:
             bucket.fit()
-        return Prefill(lengths, [(self._buckets[size], np.array(which)) for size, which in slots.items()], device)
+        targets = [(self._buckets[size], np.array(which)) for size, which in slots.items()]
+        return Prefill(lengths, targets, device, self._kernels)
 
     def add(self, prompts: Sequence[Hashable]) -> None:
         """New rows, one for each entry, that continue these prompts."""
@@ -113,9 +114,13 @@ class Prefill:
     """
 
     def __init__(
-        self, lengths: Sequence[int], targets: Sequence[tuple[Bucket, np.ndarray]], device: torch.device | str
+        self,
+        lengths: Sequence[int],
+        targets: Sequence[tuple[Bucket, np.ndarray]],
+        device: torch.device | str,
+        kernels: Kernels | None = None,
     ) -> None:
-        self._packed = Packed(lengths, device)
+        self._packed = Packed(lengths, device, kernels=kernels)
         length_G = np.array(lengths)
         start_G = np.cumsum(length_G) - length_G
         self._targets: list[tuple[Bucket, int, Tensor]] = []

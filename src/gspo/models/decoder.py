@@ -17,7 +17,6 @@ from gspo.models.attention import Layout
 from gspo.models.cache import Step
 from gspo.models.heads import next_logits, predict
 from gspo.models.llamas import is_llamas, linears
-from gspo.models.lora import adapter_of
 from gspo.models.native import Kernels
 from gspo.models.packing import PackedWeights
 
@@ -28,7 +27,7 @@ class Decoder:
     def __init__(self, model: Any, kernels: Kernels | None) -> None:
         self._model, self._kernels, self._head = model, kernels, model.get_output_embeddings()
         self._packed = PackedWeights(model, kernels)
-        self._layers = None if kernels is None else layers_of(model, kernels)
+        self._layers = None if kernels is None else layers_of(model, self._packed, kernels)
         native = kernels is not None and kernels.multiplies(self._head.weight)
         self._factor_VD = None if native else self._head.factor()
 
@@ -59,9 +58,8 @@ class _Weights:
 class Layers:
     """Layers of Llama's kind, from embedding to last norm, kernel by kernel."""
 
-    def __init__(self, base: Any, kernels: Kernels) -> None:
-        self._base, self._kernels = base, kernels
-        self._layers = [_weights(layer) for layer in base.layers]
+    def __init__(self, base: Any, layers: list[_Weights], kernels: Kernels) -> None:
+        self._base, self._layers, self._kernels = base, layers, kernels
         self._size = base.layers[0].self_attn.head_dim
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, layout: Layout) -> Tensor:
@@ -86,8 +84,14 @@ def _normed(kernels: Kernels, norm: Any, x: Tensor, more: Tensor | None) -> Tens
     return kernels.norm(x, norm.weight, norm.variance_epsilon, more)
 
 
-def _weights(layer: Any) -> _Weights:
-    q, k, v, out, gate, up, down = (part.weight.detach() for part in linears(layer))
+def _weights(layer: Any, packed: PackedWeights, kernels: Kernels) -> _Weights | None:
+    """None for shapes that the kernels do not take, and where something is added beside the product."""
+    found = [
+        weight for part in linears(layer) if (weight := packed.of(part)) is not None and kernels.multiplies(weight)
+    ]
+    if len(found) < len(linears(layer)):
+        return None
+    q, k, v, out, gate, up, down = found
     return _Weights(
         layer.input_layernorm, layer.post_attention_layernorm, (q, k, v), out, (gate, up), down, layer.self_attn.scaling
     )
@@ -96,21 +100,19 @@ def _weights(layer: Any) -> _Weights:
 # ------------------------------------------------------------------------------ which models it knows
 
 
-def layers_of(model: Any, kernels: Kernels) -> Layers | None:
+def layers_of(model: Any, packed: PackedWeights, kernels: Kernels) -> Layers | None:
     """None unless every module from embedding to last norm has Llama's code, and shapes that the kernels take."""
-    known = adapter_of(model) is None and is_llamas(model)
-    return (
-        Layers(model.base_model, kernels)
-        if known and all(_suits(x, kernels) for x in model.base_model.layers)
-        else None
-    )
+    if not (is_llamas(model) and all(_suits(layer) for layer in model.base_model.layers)):
+        return None
+    layers = [found for x in model.base_model.layers if (found := _weights(x, packed, kernels)) is not None]
+    return Layers(model.base_model, layers, kernels) if len(layers) == len(model.base_model.layers) else None
 
 
-def _suits(layer: Any, kernels: Kernels) -> bool:
+def _suits(layer: Any) -> bool:
     # Turned by halves, 16 numbers at a time, each head as a whole.
     whole = (
         layer.self_attn.head_dim % 32 == 0
         and layer.self_attn.config.rope_parameters.get("partial_rotary_factor", 1) == 1
     )
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
-    return whole and not hooked and all(kernels.multiplies(part.weight) for part in linears(layer))
+    return whole and not hooked

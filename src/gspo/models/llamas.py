@@ -22,6 +22,10 @@ _PARTS = {
 
 def is_llamas_layer(layer: Any) -> bool:
     """Whether the layer, its parts and the rotation of positions have Llama's code, and its weights are plain."""
+    return _has_llamas_code(layer) and plain(layer)
+
+
+def _has_llamas_code(layer: Any) -> bool:
     own = inspect.getmodule(type(layer))
     return (
         same(layer, llama.LlamaDecoderLayer)
@@ -31,19 +35,18 @@ def is_llamas_layer(layer: Any) -> bool:
             for name in ("apply_rotary_pos_emb", "rotate_half")
         )
         and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and plain(layer)
     )
 
 
 def is_llamas(model: Any) -> bool:
-    """Whether every module from embedding to last norm is of Llama's kind."""
+    """Whether every module from embedding to last norm is of Llama's kind, whatever its weights are."""
     base = model.base_model
     return (
         same(model, llama.LlamaForCausalLM)
         and same(base, llama.LlamaModel)
         and same(base.norm, llama.LlamaRMSNorm)
         and type(base.embed_tokens) is nn.Embedding
-        and all(is_llamas_layer(layer) for layer in base.layers)
+        and all(_has_llamas_code(layer) for layer in base.layers)
     )
 
 
@@ -55,7 +58,7 @@ def same(module: Any, llamas: type) -> bool:
 
 
 def linears(layer: Any) -> list[nn.Linear]:
-    """Query, key, value, output, gate, up, down."""
+    """Query, key, value, output, gate, up, down; any of them may be under an adapter."""
     attn, mlp = layer.self_attn, layer.mlp
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 

@@ -26,9 +26,10 @@ _FEW = 256
 class PackedWeights:
     """Copies of the weights of adapted layers, merged, and of all plain linear layers in bfloat16 on a CPU if torch can.
 
-    With `kernels` layers without bias need no copies: those read a weight as it lies. Else, oneDNN re-orders a bfloat16 weight at each product; with the few rows of a decoding step that takes as long as the
-    product. The sums are those of the plain layer. Parameters, state dict and gradients are untouched, and so is a
-    forward outside the context. Without kernels, a merged weight in bfloat16 costs nothing more, since a plain one is copied, too.
+    With `kernels` layers without bias need no copies: those read a weight as it lies. Else, oneDNN re-orders a bfloat16
+    weight at each product; with the few rows of a decoding step that takes as long as the product. The sums are those of
+    the plain layer. Parameters, state dict and gradients are untouched, and so is a forward outside the context. Without
+    kernels, a merged weight in bfloat16 costs nothing more, since a plain one is copied, too.
     """
 
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
@@ -41,9 +42,17 @@ class PackedWeights:
                 for m in model.modules()
                 if type(m) is nn.Linear and id(m) not in inside and (forward := _fast(m.weight, m.bias, kernels))
             ]
+            self._merged = {id(layer): merged_weight(layer) for layer in adapted}
             for layer in adapted:
-                self._stand_ins += _merged(layer, kernels)
+                self._stand_ins += _stand_ins(layer, self._merged[id(layer)], kernels)
         self._before: list[Any] = []
+
+    def of(self, layer: Any) -> Tensor | None:
+        """The weight of a linear layer as it is multiplied with, merged if it is adapted; None where a bias is added."""
+        base = layer.get_base_layer() if id(layer) in self._merged else layer
+        if type(base) is not nn.Linear or base.bias is not None:
+            return None
+        return self._merged.get(id(layer), base.weight.detach())
 
     def __enter__(self) -> None:
         self._before = [attributes.get(name) for attributes, name, _ in self._stand_ins]
@@ -60,9 +69,9 @@ class PackedWeights:
                 attributes[name] = before
 
 
-def _merged(layer: Any, kernels: Kernels | None) -> list[tuple[dict[str, Any], str, Any]]:
+def _stand_ins(layer: Any, weight: Tensor, kernels: Kernels | None) -> list[tuple[dict[str, Any], str, Any]]:
     """What stands in for an adapted layer: the layer under it, with its merged weight."""
-    base, weight = layer.get_base_layer(), merged_weight(layer)
+    base = layer.get_base_layer()
     if not isinstance(base, nn.Linear):  # stacked experts: an attribute of theirs is found before the parameter
         return [(base.__dict__, parameter_of(layer), weight), (layer.__dict__, "forward", base.__call__)]
     plain = partial(linear, weight=weight, bias=base.bias)
