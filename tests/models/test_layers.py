@@ -73,19 +73,21 @@ def test_compiled_formulas_are_the_same() -> None:
     rows, cos, sin = (
         torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in ((5, 64), (5, 8), (5, 8))
     )
-    parts = plain.part(rows, cos, sin, 2)
-    for a, b in zip(made.part(rows, cos, sin, 2), parts, strict=True):
+    parts = plain.part(rows, cos, sin, 2, 0.3)
+    for a, b in zip(made.part(rows, cos, sin, 2, 0.3), parts, strict=True):
         torch.testing.assert_close(a, b)
-    torch.testing.assert_close(made.part_backward(*parts, cos, sin), plain.part_backward(*parts, cos, sin))
+    torch.testing.assert_close(made.part_backward(*parts, cos, sin, 0.3), plain.part_backward(*parts, cos, sin, 0.3))
 
 
 def test_turning_and_its_gradient_belong_together() -> None:
     """By finite differences, in float64."""
     rows, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 24), (3, 4), (3, 4)))
     rows.requires_grad_()
-    expected = torch.autograd.functional.jacobian(lambda x: torch.cat(layers._part(x, cos, sin, 1), 1).flatten(), rows)
+    expected = torch.autograd.functional.jacobian(
+        lambda x: torch.cat(layers._part(x, cos, sin, 1, 0.3), 1).flatten(), rows
+    )
     grad = torch.randn(3, 6, 4, dtype=torch.float64)
-    found = layers._part_backward(*grad.split([4, 1, 1], 1), cos, sin)
+    found = layers._part_backward(*grad.split([4, 1, 1], 1), cos, sin, 0.3)
     torch.testing.assert_close(found, torch.einsum("n,ntx->tx", grad.flatten(), expected))
 
 

@@ -115,6 +115,25 @@ def test_scores_are_shared_out_among_the_keys_that_are_seen(masks: int) -> None:
 
 
 @needs_kernels
+def test_gated_values_and_their_gradients_are_made_in_one_pass() -> None:
+    kernels = native.kernels()
+    gate, up, grad = (drawn(300, 48, seed=i, scale=8 if i == 0 else 1) for i in range(3))
+    gate[0, :2] = torch.tensor([-200.0, 200.0])
+    leaves = [x.double().requires_grad_() for x in (gate, up)]
+    expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    expected.backward(grad.double())
+    assert torch.equal(kernels.gated(gate, up), kernels.gate(torch.cat([gate, up], 1)))
+    place = grad.data_ptr()
+    inner, by_gate, by_up = kernels.regate(grad, gate, up)
+    assert inner.data_ptr() == place
+    for found, exact in ((inner, expected.detach()), (by_gate, leaves[0].grad), (by_up, leaves[1].grad)):
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+    assert not native.Kernels.gates(gate[:, :40].contiguous(), up[:, :40].contiguous())
+    assert not native.Kernels.gates(gate.float(), up.float())
+    assert not native.Kernels.gates(gate[:, :16], up[:, :16])
+
+
+@needs_kernels
 def test_norms_add_and_scale_in_one_pass() -> None:
     kernels = native.kernels()
     x, more, weight = drawn(9, 96), drawn(9, 96, seed=1), drawn(96, seed=2)

@@ -249,7 +249,7 @@ class _Products:
         """Scaled queries [Hkv * S, H/Hkv * C, D], keys and values [Hkv * S, K, D] of a block."""
         index = block.index(*self._heads)
         k, v = (x.index_select(0, index.key).view(-1, block.keys, x.shape[1]) for x in (key, value))
-        q = query.index_select(0, index.query).mul_(self._scaling).view(len(k), -1, query.shape[1])
+        q = self._scaled(query.index_select(0, index.query)).view(len(k), -1, query.shape[1])
         return q, k, v
 
     def share(self, block: _Block, q: Tensor, k: Tensor) -> Tensor:
@@ -262,7 +262,10 @@ class _Products:
         return torch.softmax(score, -1)
 
     def grad_query(self, grad_score: Tensor, k: Tensor) -> Tensor:
-        return torch.bmm(grad_score, k).mul_(self._scaling)
+        return self._scaled(torch.bmm(grad_score, k))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._scaling == 1 else x.mul_(self._scaling)
 
 
 class _Attend(torch.autograd.Function):

@@ -133,12 +133,14 @@ def fuse(model: Any, wanted: bool | None, parameters: int, compute: torch.dtype)
             f"model.compile=true: torch.compile does not work here ({words}). It needs a C++ compiler on a CPU "
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
-    fused.install(model, formulas)
-    layers.install(model, layers.compiled(formulas))
+    made, kernels, said = layers.compiled(formulas), None, "norms, gates, positions and log-probabilities compiled"
+    if compute == torch.bfloat16 and model.device.type == "cpu":
+        try:
+            kernels = native.kernels()
+            made, said = layers.with_native(made, kernels), f"decoding, {said}"
+        except native.UnavailableError as error:
+            said += f"; not decoding: {error}"
+    fused.install(model, made.fused)
+    layers.install(model, made)
     model.get_output_embeddings().formulas = heads.compiled()
-    if compute != torch.bfloat16 or model.device.type != "cpu":
-        return " (norms, gates, positions and log-probabilities compiled)", None
-    try:
-        return " (decoding, norms, gates, positions and log-probabilities compiled)", native.kernels()
-    except native.UnavailableError as error:
-        return f" (norms, gates, positions and log-probabilities compiled; not decoding: {error})", None
+    return f" ({said})", kernels

@@ -81,7 +81,9 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, pointer, number, number]
         self._rotate, self._gate = library.gspo_rotate, library.gspo_gate
         self._rotate.argtypes = [pointer, number, pointer, pointer, number, number, number]
-        self._gate.argtypes = [pointer, pointer, number, number]
+        self._gate.argtypes = [pointer, pointer, number, pointer, number, number]
+        self._regate = library.gspo_regate
+        self._regate.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
         self._sample = library.gspo_sample
         self._sample.argtypes = [pointer, pointer, pointer, pointer, number, number]
 
@@ -118,7 +120,8 @@ class Kernels:
     def weighs(by_output: Tensor, inputs: Tensor, total: Tensor) -> bool:
         """Whether `weigh` takes these."""
         return (
-            all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.stride(1) == 1 for x in (by_output, inputs))
+            _is_native(by_output, inputs)
+            and all(x.stride(1) == 1 for x in (by_output, inputs))
             and total.dtype == torch.float32
             and total.is_contiguous()
             and all(size % _PAIRED == 0 for size in total.shape)
@@ -134,7 +137,7 @@ class Kernels:
     def shares(score: Tensor) -> bool:
         """Whether `share` takes these."""
         whole = score.is_contiguous() and score.shape[-1] % _LANES == 0 and score.shape[-1] <= _SCORES
-        return score.device.type == "cpu" and score.dtype == torch.bfloat16 and whole
+        return _is_native(score) and whole
 
     def share(self, score: Tensor, mask: Tensor) -> None:
         """Softmax over the keys of score [M, R, C, K] with mask [S, C, K], 0 or -inf, added, in place; M a multiple of S,
@@ -155,9 +158,27 @@ class Kernels:
 
     def gate(self, x: Tensor) -> Tensor:
         """silu(gate) up [T, K] of x [T, gate | up]."""
-        y = x.new_empty(x.shape[0], x.shape[1] // 2)
-        self._gate(x.data_ptr(), y.data_ptr(), *y.shape)
+        gate, up = x.chunk(2, 1)
+        return self.gated(gate, up)
+
+    @staticmethod
+    def gates(gate: Tensor, up: Tensor) -> bool:
+        """Whether `gated` and `regate` take these."""
+        return gate.is_contiguous() and up.is_contiguous() and gate.shape[-1] % _LANES == 0 and _is_native(gate, up)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) up [..., K]; of matrices, the rows may lie apart, by as much in both."""
+        y, width = gate.new_empty(gate.shape), gate.shape[-1]
+        stride = gate.stride(-2) if gate.dim() > 1 else width
+        self._gate(gate.data_ptr(), up.data_ptr(), stride, y.data_ptr(), y.numel() // width, width)
         return y
+
+    def regate(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of y = silu(gate) up and the gradient at y: y, in the memory of that gradient, and the gradients of gate and up."""
+        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+        at = (x.data_ptr() for x in (grad, gate, up, by_gate, by_up))
+        self._regate(*at, grad.numel())
+        return grad, by_gate, by_up
 
     @staticmethod
     def draws(logits_BV: Tensor) -> bool:
@@ -214,6 +235,10 @@ class Kernels:
             scaling,
         )
         self._attend(ctypes.byref(step))
+
+
+def _is_native(*tensors: Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in tensors)
 
 
 # ------------------------------------------------------------------------------ making them

@@ -45,6 +45,13 @@ inline __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+// From the side on which e^x does not overflow: e^min(x, 0) / (1 + e^-|x|).
+inline __m512 sigmoid(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_div_ps(_mm512_mask_mov_ps(one, below, e), _mm512_add_ps(one, e));
+}
+
 // 16 x 16 lanes of 32 bits, rows to columns.
 inline void transpose(__m512i r[16]) {
     __m512i t[16];
@@ -726,17 +733,26 @@ void gspo_rotate(bf16* x, long stride, const bf16* cosine, const bf16* sine, lon
         }
 }
 
-// y [T, K] = silu(gate) up, of x [T, gate K | up K].
-void gspo_gate(const bf16* x, bf16* y, long T, long K) {
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+// y [T, K] = silu(gate) up; rows of gate and up are `stride` numbers apart.
+void gspo_gate(const bf16* gate, const bf16* up, long stride, bf16* y, long T, long K) {
+#pragma omp parallel for schedule(static) if (T > 256)
     for (long t = 0; t < T; ++t)
         for (long k = 0; k < K; k += LANES) {
-            const __m512 g = load(x + t * 2 * K + k), u = load(x + (t * 2 + 1) * K + k);
-            // From the side on which e^x does not overflow: sigmoid(g) = e^min(g, 0) / (1 + e^-|g|).
-            const __m512 e = exponential(_mm512_min_ps(g, zero));
-            const __m512 other = exponential(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
-            const __m512 silu = _mm512_div_ps(_mm512_mul_ps(g, e), _mm512_add_ps(one, other));
-            store(y + t * K + k, _mm512_mul_ps(silu, u));
+            const __m512 g = load(gate + t * stride + k), u = load(up + t * stride + k);
+            store(y + t * K + k, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
         }
+}
+
+// Of y = silu(gate) up and the gradient at y: y, which takes the gradient's place, and the gradients of gate and up.
+void gspo_regate(bf16* grad, const bf16* gate, const bf16* up, bf16* by_gate, bf16* by_up, long count) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < count; i += LANES) {
+        const __m512 d = load(grad + i), g = load(gate + i), u = load(up + i), s = sigmoid(g), silu = _mm512_mul_ps(g, s);
+        store(grad + i, _mm512_mul_ps(silu, u));
+        store(by_up + i, _mm512_mul_ps(d, silu));
+        const __m512 slope = _mm512_mul_ps(s, _mm512_fmadd_ps(g, _mm512_sub_ps(one, s), one));
+        store(by_gate + i, _mm512_mul_ps(_mm512_mul_ps(d, u), slope));
+    }
 }
 }
