@@ -108,9 +108,9 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fused, "compiled", lambda: fused.Kernels(gate=broken))
     with pytest.raises(InputError, match=r"model\.compile=true.*no C\+\+ compiler found.*model\.compile=false"):
-        load.load_policy(config.Model(name="random-dense", compile=True))
+        load.load_policy(config.Model(name="random-dense", compile=True, dtype="float32"))
     monkeypatch.setattr(install, "_WORTH_COMPILING", 1000)
-    policy = load.load_policy(config.Model(name="random-dense"))
+    policy = load.load_policy(config.Model(name="random-dense", dtype="float32"))
     assert "not compiled: no C++ compiler found" in policy.announcement
 
 

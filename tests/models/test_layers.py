@@ -76,7 +76,7 @@ def test_compiled_formulas_are_the_same() -> None:
     parts = plain.part(rows, cos, sin, 2, 0.3)
     for a, b in zip(made.part(rows, cos, sin, 2, 0.3), parts, strict=True):
         torch.testing.assert_close(a, b)
-    torch.testing.assert_close(made.part_backward(*parts, cos, sin, 0.3), plain.part_backward(*parts, cos, sin, 0.3))
+    torch.testing.assert_close(made.part_backward(parts, cos, sin, 0.3), plain.part_backward(parts, cos, sin, 0.3))
 
 
 def test_turning_and_its_gradient_belong_together() -> None:
@@ -87,7 +87,7 @@ def test_turning_and_its_gradient_belong_together() -> None:
         lambda x: torch.cat(layers._part(x, cos, sin, 1, 0.3), 1).flatten(), rows
     )
     grad = torch.randn(3, 6, 4, dtype=torch.float64)
-    found = layers._part_backward(*grad.split([4, 1, 1], 1), cos, sin, 0.3)
+    found = layers._part_backward(grad.split([4, 1, 1], 1), cos, sin, 0.3)
     torch.testing.assert_close(found, torch.einsum("n,ntx->tx", grad.flatten(), expected))
 
 

@@ -171,9 +171,9 @@ def test_a_model_that_disagrees_with_itself_when_packed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(families.make("llama", torch.float32), tmp_path)
-    forgets_scaling = Packed.attend
+    scales_otherwise = Packed.attend
     monkeypatch.setattr(
-        Packed, "attend", lambda self, *args, scaling, window: forgets_scaling(self, *args, scaling=1.0, window=window)
+        Packed, "attend", lambda self, *args, scaling, window: scales_otherwise(self, *args, scaling=0.1, window=window)
     )
     with pytest.raises(InputError, match="when sequences are packed"):
         load_policy(Model(name=folder))

@@ -128,9 +128,9 @@ def test_gated_values_and_their_gradients_are_made_in_one_pass() -> None:
     assert inner.data_ptr() == place
     for found, exact in ((inner, expected.detach()), (by_gate, leaves[0].grad), (by_up, leaves[1].grad)):
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
-    assert not native.Kernels.gates(gate[:, :40].contiguous(), up[:, :40].contiguous())
-    assert not native.Kernels.gates(gate.float(), up.float())
-    assert not native.Kernels.gates(gate[:, :16], up[:, :16])
+    assert not native.Kernels.suits(gate[:, :40].contiguous(), up[:, :40].contiguous())
+    assert not native.Kernels.suits(gate.float(), up.float())
+    assert not native.Kernels.suits(gate[:, :16], up[:, :16])
 
 
 @needs_kernels
@@ -237,12 +237,12 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, fresh:
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_machine_without_a_compiler_decodes_without_them(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_a_machine_without_a_compiler_does_without_them(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda _: None)
     monkeypatch.setattr(fused, "compiled", fused.Kernels)
     policy = load.load_policy(config.Model(name="random-dense", compile=True, dtype="bfloat16", device="cpu"))
     assert policy.kernels is None
-    assert "log-probabilities compiled; not decoding: no C++ compiler" in policy.announcement
+    assert "log-probabilities compiled; no kernels of its own: no C++ compiler" in policy.announcement
 
 
 @needs_kernels
@@ -261,8 +261,8 @@ def test_they_are_compiled_once(monkeypatch: pytest.MonkeyPatch, fresh: None, tm
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_kernels_compile_wherever_the_compiler_knows_the_instructions(tmp_path: Path) -> None:
     """Else a mistake in the source would only skip the tests of this file."""
-    flags = ["g++", *native._FLAGS]
+    flags, sources = ["g++", *native._FLAGS], [str(x) for x in native._SOURCES if x.suffix == ".cpp"]
     if subprocess.run([*flags, "-x", "c++", "/dev/null", "-o", str(tmp_path / "empty.so")], check=False).returncode:
         pytest.skip("this g++ knows no AMX")
-    made = subprocess.run([*flags, str(native._SOURCE), "-o", str(tmp_path / "kernels.so")], capture_output=True, text=True, check=False)  # fmt: skip
+    made = subprocess.run([*flags, *sources, "-o", str(tmp_path / "kernels.so")], capture_output=True, text=True, check=False)  # fmt: skip
     assert made.returncode == 0, made.stderr

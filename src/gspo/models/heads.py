@@ -252,6 +252,7 @@ def _block_gradient(
     by_logprob_N: Tensor,
     by_entropy_N: Tensor | None,
     entropy_N: Tensor,
+    *,
     dtype: torch.dtype,
 ) -> Tensor:
     by_entropy = None if by_entropy_N is None else by_entropy_N[:, None]
@@ -348,7 +349,7 @@ class _Logprob(torch.autograd.Function):
                 z = _scaled(product(h[rows], weight), bias, softmax.temperature)
                 by_entropy = None if by_entropy_N is None else by_entropy_N[rows]
                 grad = softmax.formulas.gradient(
-                    z, logsumexp_N[rows], by_logprob_N[rows], by_entropy, entropy_N[rows], products.gradient
+                    z, logsumexp_N[rows], by_logprob_N[rows], by_entropy, entropy_N[rows], dtype=products.gradient
                 )
                 at, place = _targets(target_N, rows, columns)
                 grad[at, place] = by_target_N[rows.start + at].to(grad.dtype)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import InputError
-from gspo.models import fused, heads, layers, linear, native
+from gspo.models import formulas, fused, heads, layers, linear, native
 from gspo.models.attention import ATTENTION, Packed
 from gspo.models.heads import install_head, trained_logprobs
 from gspo.models.native import Kernels
@@ -118,13 +118,22 @@ _WORTH_COMPILING = 50_000_000
 
 
 def fuse(model: Any, wanted: bool | None, parameters: int, compute: torch.dtype) -> tuple[str, Kernels | None]:
-    """Compile the elementwise formulas, and what the engine decodes with, if that is wanted, or, left open, worth it and
-    possible; words that say so."""
+    """Compile the elementwise formulas, or take the kernels, if that is wanted, or, left open, worth it and possible; words
+    that say so, and the kernels."""
     if wanted is False or (wanted is None and parameters < _WORTH_COMPILING):
         return "", None
-    formulas = fused.compiled()
+    refused = ""
+    if compute == torch.bfloat16 and model.device.type == "cpu":
+        try:
+            kernels = native.kernels()
+        except native.UnavailableError as error:
+            refused = f"; no kernels of its own: {error}"
+        else:
+            _compute_by(model, formulas.of_layers(kernels), formulas.of_head(kernels))
+            return " (decoding, norms, gates, positions and log-probabilities by kernels of its own)", kernels
+    made = fused.compiled()
     try:
-        formulas.gate(torch.ones(2, 8, device=model.device), torch.ones(2, 8, device=model.device))
+        made.gate(torch.ones(2, 8, device=model.device), torch.ones(2, 8, device=model.device))
     except Exception as error:  # whatever the compiler of this machine says
         words = str(error).strip().splitlines()[0]
         if wanted is None:
@@ -133,14 +142,11 @@ def fuse(model: Any, wanted: bool | None, parameters: int, compute: torch.dtype)
             f"model.compile=true: torch.compile does not work here ({words}). It needs a C++ compiler on a CPU "
             "and Triton on a GPU; install one, or leave model.compile=false"
         ) from error
-    made, kernels, said = layers.compiled(formulas), None, "norms, gates, positions and log-probabilities compiled"
-    if compute == torch.bfloat16 and model.device.type == "cpu":
-        try:
-            kernels = native.kernels()
-            made, said = layers.with_native(made, kernels), f"decoding, {said}"
-        except native.UnavailableError as error:
-            said += f"; not decoding: {error}"
-    fused.install(model, made.fused)
-    layers.install(model, made)
-    model.get_output_embeddings().formulas = heads.compiled()
-    return f" ({said})", kernels
+    _compute_by(model, layers.compiled(made), heads.compiled())
+    return f" (norms, gates, positions and log-probabilities compiled{refused})", None
+
+
+def _compute_by(model: Any, kernels: layers.Kernels, of_head: heads.Formulas) -> None:
+    fused.install(model, kernels.fused)
+    layers.install(model, kernels)
+    model.get_output_embeddings().formulas = of_head

@@ -10,7 +10,7 @@ Letters: T tokens of the packed row, W width, F inner width, H query heads, K ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from gspo.models import fused, native
+from gspo.models import fused
 from gspo.models.attention import Packed, attention
 from gspo.models.linear import Collect, collector, weight_gradient
 from gspo.models.llamas import is_llamas_layer, linears, plain
@@ -44,7 +44,8 @@ def _part(rows: Tensor, cos: Tensor, sin: Tensor, key_heads: int, scaling: float
     return _turned(q, cos, sin) * scaling, _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
-def _part_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, scaling: float) -> Tensor:
+def _part_backward(grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, scaling: float) -> Tensor:
+    grad_q, grad_k, grad_v = grads
     return torch.cat([_turned_back(grad_q * scaling, cos, sin), _turned_back(grad_k, cos, sin), grad_v], 1).flatten(1)
 
 
@@ -84,19 +85,6 @@ def compiled(others: fused.Kernels) -> Kernels:
     return Kernels(**{formula.__name__.strip("_"): fused.fuse(formula) for formula in formulas}, fused=others)
 
 
-def with_native(others: Kernels, kernels: native.Kernels) -> Kernels:
-    """`others`, but gated values and their gradients by `kernels`, where those take them: in half the time."""
-
-    def gate(gated: Tensor, upped: Tensor) -> Tensor:
-        return kernels.gated(gated, upped) if kernels.gates(gated, upped) else others.fused.gate(gated, upped)
-
-    def regate(grad: Tensor, gated: Tensor, upped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        suited = kernels.gates(gated, upped) and kernels.gates(grad, grad)
-        return kernels.regate(grad, gated, upped) if suited else others.regate(grad, gated, upped)
-
-    return replace(others, regate=regate, fused=replace(others.fused, gate=gate))
-
-
 # ------------------------------------------------------------------------------ with gradients
 
 
@@ -131,7 +119,7 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, beside: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, scale, norm, *each = ctx.saved_tensors
         kernels: Kernels = ctx.how.kernels
-        grad = kernels.part_backward(*(g.contiguous() for g in grads), cos, sin, ctx.how.scaling)
+        grad = kernels.part_backward(tuple(g.contiguous() for g in grads), cos, sin, ctx.how.scaling)
         by_normed = torch.mm(grad, torch.cat(each))
         weigh = _WeightGradients(ctx.needs_input_grad[5:], ctx.how.collects)
         normed = ctx.how.norm(x, norm)[0] if any(weigh.trained) else x

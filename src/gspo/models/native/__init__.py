@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "formulas.cpp", "numbers.h")]
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-mamx-tile", "-mamx-bf16", "-fPIC", "-shared", "-fopenmp")
 _LANES, _PAIRED = 16, 32
 _SCORES = 2**16
@@ -78,7 +78,15 @@ class Kernels:
         self._share.argtypes = [pointer, pointer, pointer]
         self._attend, self._norm = library.gspo_attend, library.gspo_norm
         self._attend.argtypes = [pointer]
-        self._norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, pointer, number, number]
+        self._norm.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer]
+        self._norm_backward = library.gspo_norm_backward
+        self._norm_backward.argtypes = [pointer] * 9
+        self._part, self._part_backward = library.gspo_part, library.gspo_part_backward
+        self._part.argtypes = [pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer]
+        self._part_backward.argtypes = [pointer] * 5 + [ctypes.c_float, pointer, pointer]
+        self._absorb, self._slope = library.gspo_absorb, library.gspo_slope
+        self._absorb.argtypes = [pointer] * 4 + [number, number]
+        self._slope.argtypes = [pointer] * 6 + [number, number]
         self._rotate, self._gate = library.gspo_rotate, library.gspo_gate
         self._rotate.argtypes = [pointer, number, pointer, pointer, number, number, number]
         self._gate.argtypes = [pointer, pointer, number, pointer, number, number]
@@ -147,9 +155,81 @@ class Kernels:
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """x / rms(x) * weight [T, K] of x + `more`, which is written into x."""
-        y = torch.empty_like(x)
+        y, shape = torch.empty_like(x), (ctypes.c_long * 2)(*x.shape)
+        at, plus = x.data_ptr(), None if more is None else more.data_ptr()
+        self._norm(at, plus, at, weight.data_ptr(), epsilon, y.data_ptr(), None, shape)
+        return y
+
+    def norm_of_sum(
+        self, x: Tensor, more: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x + more [..., K], or x itself; its norm; and 1 / rms [..., 1] in float32."""
+        y, total = torch.empty_like(x), x if more is None else torch.empty_like(x)
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         plus = None if more is None else more.data_ptr()
-        self._norm(x.data_ptr(), plus, weight.data_ptr(), epsilon, y.data_ptr(), *x.shape)
+        at = (x.data_ptr(), plus, total.data_ptr(), weight.data_ptr())
+        self._norm(*at, epsilon, y.data_ptr(), scale.data_ptr(), (ctypes.c_long * 2)(scale.numel(), x.shape[-1]))
+        return total, y, scale
+
+    def norm_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, beside: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of x, which also went on `beside` the norm (unless None), and of the weight, of that at the norm of x."""
+        by_x, by_weight = torch.empty_like(x), torch.empty_like(weight)
+        room = scale.new_empty(torch.get_num_threads() * len(weight))
+        plus = None if beside is None else beside.data_ptr()
+        at = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), plus, by_x.data_ptr())
+        shape = (ctypes.c_long * 2)(scale.numel(), len(weight))
+        self._norm_backward(*at, by_weight.data_ptr(), room.data_ptr(), shape)
+        return by_x, by_weight
+
+    @staticmethod
+    def suits(*tensors: Tensor) -> bool:
+        """Whether the formulas take these: without gaps, in whole vectors."""
+        return _is_native(*tensors) and all(x.is_contiguous() and x.shape[-1] % _LANES == 0 for x in tensors)
+
+    @staticmethod
+    def turns(rows: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether `part` and `part_backward` take these."""
+        return Kernels.suits(rows, cos, sin) and cos.shape[-1] % _PAIRED == 0
+
+    def part(
+        self, rows: Tensor, cos: Tensor, sin: Tensor, key_heads: int, scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [T, (H + K + K) D] -> queries [T, H, D], turned by cos and sin [T, D] and scaled, keys, turned, and values."""
+        tokens, size = cos.shape
+        heads = rows.shape[1] // size - 2 * key_heads
+        q, k, v = (rows.new_empty(tokens, count, size) for count in (heads, key_heads, key_heads))
+        at = (rows.data_ptr(), cos.data_ptr(), sin.data_ptr())
+        shape = (ctypes.c_long * 4)(tokens, heads, key_heads, size)
+        self._part(*at, scaling, q.data_ptr(), k.data_ptr(), v.data_ptr(), shape)
+        return q, k, v
+
+    def part_backward(self, grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, scaling: float) -> Tensor:
+        """The gradient [T, (H + K + K) D] at the rows of `part`, of those at its queries, keys and values."""
+        (tokens, heads, size), key_heads = grads[0].shape, grads[1].shape[1]
+        rows = grads[0].new_empty(tokens, (heads + 2 * key_heads) * size)
+        at = (x.data_ptr() for x in (*grads, cos, sin))
+        self._part_backward(*at, scaling, rows.data_ptr(), (ctypes.c_long * 4)(tokens, heads, key_heads, size))
+        return rows
+
+    @staticmethod
+    def absorbs(z: Tensor) -> bool:
+        """Whether `absorb` and `slope` take this block of logits."""
+        whole = z.is_contiguous() and z.shape[1] % _LANES == 0
+        return z.device.type == "cpu" and z.dtype == torch.float32 and whole
+
+    def absorb(self, z: Tensor, m_N: Tensor, s_N: Tensor, d_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A block z [N, C] more in each row's maximum, sum of e^(z - m), and of e^(z - m) (z - m)."""
+        m_N, s_N, d_N = m_N.clone(), s_N.clone(), d_N.clone()
+        self._absorb(z.data_ptr(), m_N.data_ptr(), s_N.data_ptr(), d_N.data_ptr(), *z.shape)
+        return m_N, s_N, d_N
+
+    def slope(self, z: Tensor, *rows: Tensor | None) -> Tensor:
+        """bfloat16 [N, C]; `rows` are log-sum-exp, gradients at log-probability and (or None) entropy, and entropy; see `heads`."""
+        y = torch.empty_like(z, dtype=torch.bfloat16)
+        at = (None if x is None else x.data_ptr() for x in rows)
+        self._slope(z.data_ptr(), *at, y.data_ptr(), *z.shape)
         return y
 
     def rotate(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
@@ -160,11 +240,6 @@ class Kernels:
         """silu(gate) up [T, K] of x [T, gate | up]."""
         gate, up = x.chunk(2, 1)
         return self.gated(gate, up)
-
-    @staticmethod
-    def gates(gate: Tensor, up: Tensor) -> bool:
-        """Whether `gated` and `regate` take these."""
-        return gate.is_contiguous() and up.is_contiguous() and gate.shape[-1] % _LANES == 0 and _is_native(gate, up)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) up [..., K]; of matrices, the rows may lie apart, by as much in both."""
@@ -266,9 +341,11 @@ def _built() -> Path:
     )
     if compiler is None:
         raise UnavailableError("no C++ compiler")
-    command = [compiler, *_FLAGS, str(_SOURCE), *_openmp()]
+    command = [compiler, *_FLAGS, *(str(source) for source in _SOURCES if source.suffix == ".cpp"), *_openmp()]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = hashlib.sha256("\n".join([_SOURCE.read_text(), *command, version, _processor()]).encode()).hexdigest()[:24]
+    key = hashlib.sha256(
+        "\n".join([*(source.read_text() for source in _SOURCES), *command, version, _processor()]).encode()
+    ).hexdigest()[:24]
     target = _folder() / f"kernels-{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -8,49 +8,17 @@
 //
 // Letters: T tokens, N outputs, K inputs (a multiple of 32), D head size (a multiple of 32).
 
-#include <immintrin.h>
+#include "numbers.h"
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
-#include <new>
 
 namespace {
 
-using bf16 = uint16_t;
-constexpr long LANES = 16, PAIRED = 32, TILE = LANES * PAIRED;  // TILE: numbers of bfloat16 in a tile
-
-// ------------------------------------------------------------------------------------------------ numbers
-
-inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-inline __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-inline __m512 rounded(__m512 x) { return widened(narrowed(x)); }
-inline __m512 load(const bf16* x) { return widened(_mm256_loadu_si256((const __m256i*)x)); }
-inline void store(bf16* y, __m512 x) { _mm256_storeu_si256((__m256i*)y, narrowed(x)); }
-
-// e^x for x <= 0, to about 2e-7 of it: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
-inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order: what is not a number stays so
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
-}
-
-// From the side on which e^x does not overflow: e^min(x, 0) / (1 + e^-|x|).
-inline __m512 sigmoid(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
-    const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    return _mm512_div_ps(_mm512_mask_mov_ps(one, below, e), _mm512_add_ps(one, e));
-}
+constexpr long PAIRED = 32, TILE = LANES * PAIRED;  // TILE: numbers of bfloat16 in a tile
 
 // 16 x 16 lanes of 32 bits, rows to columns.
 inline void transpose(__m512i r[16]) {
@@ -527,27 +495,6 @@ long draw(const float* z, long V, double uniform, double* logprob) {
     return token;
 }
 
-// ------------------------------------------------------------------------------------------------ packed attention
-
-// Softmax of a row of K scores (a multiple of 16) with the mask (0 or -inf) added, in place. What is masked becomes 0.
-inline void share_out(bf16* score, const bf16* mask, long K) {
-    __m512 largest = _mm512_set1_ps(-3.0e38f), sum = _mm512_setzero_ps();
-    for (long k = 0; k < K; k += LANES) largest = _mm512_max_ps(largest, _mm512_add_ps(load(score + k), load(mask + k)));
-    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    alignas(64) static thread_local float part[1 << 16];
-    float* e = part;
-    for (long k = 0; k < K; k += LANES) {
-        const __m512 s = _mm512_add_ps(load(score + k), load(mask + k));
-        const __mmask16 seen = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-3.0e38f), _CMP_NLE_UQ);
-        const __m512 y = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(s, largest)));
-        _mm512_store_ps(e + k, y);
-        sum = _mm512_add_ps(sum, y);
-    }
-    const float total = _mm512_reduce_add_ps(sum);
-    const __m512 scale = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);  // not if it is no number
-    for (long k = 0; k < K; k += LANES) store(score + k, _mm512_mul_ps(_mm512_load_ps(e + k), scale));
-}
-
 // ------------------------------------------------------------------------------------------------ weight gradients
 
 // 32 tokens (those beyond `count` are zeros) by 32 columns of x as two right tiles: pairs of consecutive tokens.
@@ -666,16 +613,6 @@ void gspo_product(const bf16* packed, const bf16* w, void* y, long stride, int w
         product(packed, w, (bf16*)y, stride, TNK[0], TNK[1], TNK[2]);
 }
 
-// Softmax over the last axis of score [matrices, repeats, C, K] + mask [masks, C, K], in place; matrix i goes with mask
-// i modulo `masks`. K a multiple of 16, at most 65536.
-void gspo_share(bf16* score, const bf16* mask, const long* shape) {
-    const long matrices = shape[0], repeats = shape[1], C = shape[2], K = shape[3], masks = shape[4];
-#pragma omp parallel for schedule(static) collapse(2)
-    for (long i = 0; i < matrices; ++i)
-        for (long row = 0; row < repeats * C; ++row)
-            share_out(score + (i * repeats * C + row) * K, mask + (i % masks * C + row % C) * K, K);
-}
-
 // total [M, N] (float32) = the transpose of y [T, M] times x [T, N], or that much more unless `fresh`; M and N multiples of 32.
 void gspo_weigh(const bf16* y, long y_stride, const bf16* x, long x_stride, float* total, int fresh, const long* TMN) {
     weight_gradient({y, y_stride, TMN[0], TMN[1]}, {x, x_stride, TMN[0], TMN[2]}, total, fresh);
@@ -697,62 +634,5 @@ void gspo_attend(const Step* step) {
 void gspo_sample(const float* z, const double* uniform, int64_t* token, double* logprob, long rows, long V) {
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < rows; ++row) token[row] = draw(z + row * V, V, uniform[row], logprob + row);
-}
-
-// x [T, K] += more (if any), in place;  y = x / rms(x) * weight.
-void gspo_norm(bf16* x, const bf16* more, const bf16* weight, float epsilon, bf16* y, long T, long K) {
-    for (long t = 0; t < T; ++t) {
-        bf16* at = x + t * K;
-        __m512 sum = _mm512_setzero_ps();
-        for (long k = 0; k < K; k += LANES) {
-            __m512 v = load(at + k);
-            if (more) {
-                v = rounded(_mm512_add_ps(v, load(more + t * K + k)));
-                store(at + k, v);
-            }
-            sum = _mm512_fmadd_ps(v, v, sum);
-        }
-        const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / K + epsilon));
-        for (long k = 0; k < K; k += LANES)
-            store(y + t * K + k, _mm512_mul_ps(_mm512_mul_ps(load(at + k), scale), load(weight + k)));
-    }
-}
-
-// Rotary positions of `heads` heads that lie side by side in x [T, stride], in place; cos and sin [T, D].
-void gspo_rotate(bf16* x, long stride, const bf16* cosine, const bf16* sine, long T, long heads, long D) {
-    const long half = D / 2;
-    for (long t = 0; t < T; ++t)
-        for (long h = 0; h < heads; ++h) {
-            bf16* at = x + t * stride + h * D;
-            for (long d = 0; d < half; d += LANES) {
-                const __m512 a = load(at + d), b = load(at + half + d);
-                const bf16 *c = cosine + t * D + d, *s = sine + t * D + d;
-                store(at + d, _mm512_sub_ps(rounded(_mm512_mul_ps(a, load(c))), rounded(_mm512_mul_ps(b, load(s)))));
-                store(at + half + d, _mm512_add_ps(rounded(_mm512_mul_ps(b, load(c + half))), rounded(_mm512_mul_ps(a, load(s + half)))));
-            }
-        }
-}
-
-// y [T, K] = silu(gate) up; rows of gate and up are `stride` numbers apart.
-void gspo_gate(const bf16* gate, const bf16* up, long stride, bf16* y, long T, long K) {
-#pragma omp parallel for schedule(static) if (T > 256)
-    for (long t = 0; t < T; ++t)
-        for (long k = 0; k < K; k += LANES) {
-            const __m512 g = load(gate + t * stride + k), u = load(up + t * stride + k);
-            store(y + t * K + k, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
-        }
-}
-
-// Of y = silu(gate) up and the gradient at y: y, which takes the gradient's place, and the gradients of gate and up.
-void gspo_regate(bf16* grad, const bf16* gate, const bf16* up, bf16* by_gate, bf16* by_up, long count) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-#pragma omp parallel for schedule(static)
-    for (long i = 0; i < count; i += LANES) {
-        const __m512 d = load(grad + i), g = load(gate + i), u = load(up + i), s = sigmoid(g), silu = _mm512_mul_ps(g, s);
-        store(grad + i, _mm512_mul_ps(silu, u));
-        store(by_up + i, _mm512_mul_ps(d, silu));
-        const __m512 slope = _mm512_mul_ps(s, _mm512_fmadd_ps(g, _mm512_sub_ps(one, s), one));
-        store(by_gate + i, _mm512_mul_ps(_mm512_mul_ps(d, u), slope));
-    }
 }
 }
