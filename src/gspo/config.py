@@ -39,7 +39,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool | None = None
-    """Fuse norms, gates and log-probabilities by torch.compile, and decode with kernels of C++ where the CPU has AMX, which takes seconds once; null: for 50 million parameters and more, where it works."""
+    """Compute norms, gates, positions and log-probabilities in one pass each, by torch.compile; or, in bfloat16 on a CPU with AMX, those, decoding and weight gradients by kernels of C++. Both take seconds to be made, the kernels once for all runs; null: for 50 million parameters and more, where it works."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
     lora: Lora | None = None

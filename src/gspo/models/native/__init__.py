@@ -1,7 +1,8 @@
-"""The kernels of a decoding step: C++ that this machine's compiler makes, once, for its own processor.
+"""Kernels of decoding and of training: C++ that this machine's compiler makes, once, for its own processor.
 
-In: bfloat16 tensors on a CPU with AMX tiles. Out: what torch computes from them, rounded at the same places. `load`
-asks for them, the engine's cache, linear layers and decoder call them; where there are none, torch does the work.
+In: bfloat16 tensors on a CPU with AMX tiles. Out: what torch computes from them, rounded at the same places. `install`
+asks for them; the engine's cache, linear layers and decoder call them, and in training `attention`, `formulas`, `heads`
+and `masters`. Where there are none, torch does the work.
 
 Letters: T tokens of a step, N outputs and K inputs of a layer, H heads, D head size.
 """

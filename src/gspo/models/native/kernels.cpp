@@ -1,10 +1,10 @@
-// What one decoding step multiplies and adds, in bfloat16 on a processor with AMX tiles. `native/__init__.py` compiles
-// and calls it.
+// Products of a decoding step, and gradients of weights, in bfloat16 on a processor with AMX tiles. `native/__init__.py`
+// compiles and calls it.
 //
-// Sums are made in float32 and rounded once, as oneDNN does it; elementwise formulas round where torch's compiled ones do, so that
-// the engine's numbers stay those of the training pass. Weights and cached keys are read as they lie: with the weight
-// (or the keys) as the left factor and the few tokens of a step as the right one, nothing has to be re-ordered but the
-// tokens. A tile is 16 rows of 64 bytes; a right tile holds pairs of consecutive k, one 32-bit lane a column.
+// Sums are made in float32 and rounded once, as oneDNN does it. Weights and cached keys are read as they lie: with the
+// weight (or the keys) as the left factor and the few tokens of a step as the right one, nothing has to be re-ordered but
+// the tokens. A gradient adds up in float32 where it lies. A tile is 16 rows of 64 bytes; a right tile holds pairs of
+// consecutive k, one 32-bit lane a column.
 //
 // Letters: T tokens, N outputs, K inputs (a multiple of 32), D head size (a multiple of 32).
 
