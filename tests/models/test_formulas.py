@@ -107,6 +107,15 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @needs_kernels
+def test_what_autograd_would_have_to_see_is_left_to_torch() -> None:
+    """A kernel leaves no trace in the graph: its gradient would be lost without a word."""
+    ours = formulas.of_layers(native.kernels())
+    x, weight = drawn(3, 32, seed=0).requires_grad_(), drawn(32, seed=1)
+    for y in (ours.fused.gate(x, x), ours.fused.norm(x, weight, 1e-5)[0], ours.norm_of_sum(x, x, weight, 1e-5)[1]):
+        assert y.grad_fn is not None
+
+
+@needs_kernels
 def test_sums_over_tokens_do_not_depend_on_how_they_are_called() -> None:
     """The same number of threads gives the same bits."""
     kernels = formulas.of_modules(native.kernels())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled import needs_kernels
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -93,6 +94,7 @@ def learner_of(policy: Policy, row: Any = ROW, rate: float = 1e-2, **keys: Any) 
         max_new_tokens=6,
         total_updates=8,
         compute_dtype=policy.compute_dtype,
+        kernels=policy.kernels,
         **keys,
     )
 
@@ -215,10 +217,18 @@ def test_only_the_adapter_has_masters_and_the_base_is_in_the_compute_dtype() -> 
     assert {p.requires_grad for name, p in policy.model.named_parameters() if not lora._is_adapters(name)} == {False}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_update_moves_b_alone_and_is_no_failure(dtype: str) -> None:
-    """field report P40: B at zero makes the gradient of A exactly zero once, which is no sign of a dead run."""
-    policy = load_policy(config.Model(name="random-dense", dtype=dtype, lora=config.Lora(rank=4)))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [("float32", False), ("bfloat16", False), pytest.param("bfloat16", True, marks=needs_kernels)],
+)
+def test_the_first_update_moves_b_alone_and_is_no_failure(dtype: str, compiled: bool) -> None:
+    """field report P40: B at zero makes the gradient of A exactly zero once, which is no sign of a dead run.
+
+    Afterwards every matrix moves, also of those whose values go through a formula that a kernel computes.
+    """
+    model = config.Model(name="random-dense", dtype=dtype, compile=compiled, lora=config.Lora(rank=4))  # type: ignore[arg-type]
+    policy = load_policy(model)
+    assert (policy.kernels is not None) == compiled
     groups, learner = sampled(policy), learner_of(policy)
     start = {name: p.detach().clone() for name, p in learner.masters.items()}
     base = {n: p.detach().clone() for n, p in policy.model.named_parameters() if not lora._is_adapters(n)}

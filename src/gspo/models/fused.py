@@ -89,6 +89,22 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
 
 
+class _Gated(torch.autograd.Function):
+    """silu(gate) up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        return kernels.gate(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return *ctx.kernels.gate_backward(grad.clone(), gate, up), None  # a copy, since kernels may write into it
+
+
 class _GatedDown(torch.autograd.Function):
     """down(silu(gate) up): the gated values are made again in the backward pass, which costs less than keeping them."""
 
@@ -139,9 +155,11 @@ def _norm_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
 
 def _gated_forward(module: Any, kernels: Kernels, x: Tensor) -> Tensor:
     gate, up, down = module.gate_proj(x), module.up_proj(x), module.down_proj
-    # Not for what is not a plain layer (an adapter, say), nor for the few rows of a decoding step.
-    if type(down) is nn.Linear and down.bias is None and torch.is_grad_enabled():
-        result: Tensor = _GatedDown.apply(gate, up, down.weight, kernels, collector(down))
-        return result
-    gated: Tensor = down(kernels.gate(gate, up))
-    return gated
+    result: Tensor
+    if not torch.is_grad_enabled():  # a Function costs as much as the formula for the few rows of a decoding step
+        result = down(kernels.gate(gate, up))
+    elif type(down) is nn.Linear and down.bias is None:
+        result = _GatedDown.apply(gate, up, down.weight, kernels, collector(down))
+    else:  # an adapter, say
+        result = down(_Gated.apply(gate, up, kernels))  # type: ignore[no-untyped-call]
+    return result

@@ -186,8 +186,10 @@ class Kernels:
 
     @staticmethod
     def suits(*tensors: Tensor) -> bool:
-        """Whether the formulas take these: without gaps, in whole vectors."""
-        return _is_native(*tensors) and all(x.is_contiguous() and x.shape[-1] % _LANES == 0 for x in tensors)
+        """Whether the formulas take these: without gaps, in whole vectors, and not to be differentiated by autograd."""
+        watched = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        whole = all(x.is_contiguous() and x.shape[-1] % _LANES == 0 for x in tensors)
+        return whole and not watched and _is_native(*tensors)
 
     @staticmethod
     def turns(rows: Tensor, cos: Tensor, sin: Tensor) -> bool:
