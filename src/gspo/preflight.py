@@ -211,7 +211,9 @@ def weights_kept(run: Run, model: Any) -> int:
 def disk(run: Run, folder: Path, parameters: int) -> Finding:
     """Room for the checkpoints: float32 weights and two moments each; the newest ones, best, the guard's two, and one being written."""
     one = parameters * 4 * 3
-    most = run.checkpoint.keep + 1 + (run.eval.every > 0) + 2 * (run.guard == "rollback")
+    kept = run.checkpoint.keep + 1 + (run.eval.every > 0) + 2 * (run.guard == "rollback")
+    written = 1 + sum(run.steps // every for every in (run.checkpoint.every, run.eval.every) if every)
+    most = min(kept, written)
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(above).free
     text = f"a checkpoint takes {one / 1e9:.2f} GB, at most {most} stand at a time ({most * one / 1e9:.2f} GB), and {free / 1e9:.2f} GB are free in {above}"
@@ -223,7 +225,10 @@ def disk(run: Run, folder: Path, parameters: int) -> Finding:
             text,
             mend=f"dir={folder}: {free / 1e9:.2f} GB are free and {2 * one / 1e9:.2f} GB are needed at the least: choose another dir",
         )
-    return Finding("disk", f"{text}: set checkpoint.keep lower, or choose another dir", note=True)
+    less = ["set checkpoint.keep lower"] * (run.checkpoint.keep > 1) + ["guard=warn (two fewer)"] * (
+        run.guard == "rollback"
+    )
+    return Finding("disk", f"{text}: {', or '.join([*less, 'choose another dir'])}", note=True)
 
 
 def parts() -> Finding:
