@@ -109,4 +109,4 @@ def test_an_answer_that_the_template_refuses_has_failed_alone(folder: Path) -> N
     assert judging.values(judged)[1] is None
     failed = judged.rollouts[1].reward
     assert failed is not None
-    assert failed.status is Status.CRASHED
+    assert failed.status == {"reward_model": Status.CRASHED}
