@@ -231,6 +231,8 @@ def test_a_template_that_rewrites_earlier_turns_is_said() -> None:
     tokenizer.chat_template = DROPS.replace("{{ 'assistant: ' }}", "{{ 'assistant (thinking): ' }}")
     assert "does not begin with the prompt" in preflight.prefix(tokenizer, chat=True).text
     assert preflight.prefix(tokenizer, chat=False).text == "no chat template is used"
+    tokenizer.chat_template = "{{ messages[0].content if messages | length == 1 else 1/0 }}"
+    assert "refuses its messages (user, assistant): ZeroDivisionError" in preflight.prefix(tokenizer, chat=True).text
 
 
 # ------------------------------------------------------------------------------ the machine

@@ -22,6 +22,7 @@ from gspo.inputs import Inputs
 from gspo.rewards.load import Found
 from gspo.rewards.score import AtOnce, Judge, Scorer
 from gspo.stage_config import AnyRun
+from gspo.tasks.template import by_template
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 
 if TYPE_CHECKING:
@@ -78,9 +79,12 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
         {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nanswer"},
         {"role": "user", "content": "second"},
     ]
-    asked = _templated(tokenizer, turns[:1], generation=True)
-    answered = _templated(tokenizer, turns[:2])
-    again = _templated(tokenizer, turns, generation=True)
+    try:
+        asked = by_template(tokenizer, turns[:1], add_generation_prompt=True)
+        answered = by_template(tokenizer, turns[:2], add_generation_prompt=False)
+        again = by_template(tokenizer, turns, add_generation_prompt=True)
+    except InputError as error:
+        return Finding(name, f"cannot be looked at: {error}. Prompts of one turn are not touched", note=True)
     broken = []
     if not answered.startswith(asked):
         broken.append(
@@ -97,10 +101,6 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
         f"{'; '.join(broken)}. What was sampled is trained as it was sampled all the same",
         note=True,
     )
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, generation: bool = False) -> str:
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation))
 
 
 # ------------------------------------------------------------------------------ the rewards
