@@ -231,6 +231,8 @@ def test_a_template_that_rewrites_earlier_turns_is_said() -> None:
     tokenizer.chat_template = DROPS.replace("{{ 'assistant: ' }}", "{{ 'assistant (thinking): ' }}")
     assert "does not begin with the prompt" in preflight.prefix(tokenizer, chat=True).text
     assert preflight.prefix(tokenizer, chat=False).text == "no chat template is used"
+    tokenizer.chat_template = "{{ messages[0].content if messages | length == 1 else 1/0 }}"
+    assert "refuses its messages (user, assistant): ZeroDivisionError" in preflight.prefix(tokenizer, chat=True).text
 
 
 # ------------------------------------------------------------------------------ the machine
@@ -254,6 +256,23 @@ def test_a_disk_that_is_too_small_is_to_be_mended(tmp_path: Path) -> None:
     assert some.mend is None
     assert some.note
     assert "set checkpoint.keep lower" in some.text
+
+
+def test_no_more_checkpoints_are_counted_than_are_written_and_the_advice_can_be_followed(tmp_path: Path) -> None:
+    def said(free: float, *words: str) -> str:
+        run = settings.load("tiny", [*SMALL, *words])
+        return preflight.disk(run, tmp_path, int(shutil.disk_usage(tmp_path).free / (free * 12))).text
+
+    often = ("steps=20", "checkpoint.every=1", "eval.every=1")
+    assert "at most 7 stand at a time" in said(100, *often, "checkpoint.keep=3")
+    assert "at most 1 stand at a time" in said(100, "steps=2", "checkpoint.every=0", "eval.every=0")
+    assert "at most 3 stand at a time" in said(
+        100, "steps=2", "checkpoint.every=1", "eval.every=0", "checkpoint.keep=3"
+    )
+    assert said(2.5, *often, "checkpoint.keep=3").endswith(
+        "set checkpoint.keep lower, or guard=warn (two fewer), or choose another dir"
+    )
+    assert said(2.5, *often, "checkpoint.keep=1", "guard=warn").endswith(": choose another dir")
 
 
 def test_a_checkpoint_holds_what_is_trained_and_a_critic_of_its_own() -> None:

@@ -138,6 +138,8 @@ def test_nothing_is_written_over_and_what_is_missing_is_named(run: Path, tmp_pat
         export(run, tmp_path / "other", checkpoint="7")
     with pytest.raises(gspo.InputError, match="no run here"):
         export(tmp_path, tmp_path / "other")
+    with pytest.raises(gspo.InputError, match=f"a checkpoint, not a run: give the run {run} and --checkpoint 1"):
+        export(run / "checkpoints" / "00000001", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

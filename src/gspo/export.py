@@ -89,6 +89,11 @@ def export(
 def find(run: Path, checkpoint: str) -> Path:
     """The folder of a checkpoint of `run`: `best`, `last` or a step. Raises InputError with those that there are."""
     if not (run / "run.yaml").is_file():
+        above = run.resolve().parent.parent
+        if run.resolve().name.isdigit() and (above / "run.yaml").is_file():
+            raise InputError(
+                f"{run}: a checkpoint, not a run: give the run {above} and --checkpoint {int(run.resolve().name)}"
+            )
         raise InputError(f"{run}: no run here (there is no run.yaml). Give the folder of a run, as in runs/demo")
     there = sorted((run / "checkpoints").glob("[0-9]" * 8))
     named = {str(int(path.name)): path for path in there}

@@ -22,6 +22,7 @@ from gspo.inputs import Inputs
 from gspo.rewards.load import Found
 from gspo.rewards.score import AtOnce, Judge, Scorer
 from gspo.stage_config import AnyRun
+from gspo.tasks.template import by_template
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
 
 if TYPE_CHECKING:
@@ -78,9 +79,12 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
         {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nanswer"},
         {"role": "user", "content": "second"},
     ]
-    asked = _templated(tokenizer, turns[:1], generation=True)
-    answered = _templated(tokenizer, turns[:2])
-    again = _templated(tokenizer, turns, generation=True)
+    try:
+        asked = by_template(tokenizer, turns[:1], add_generation_prompt=True)
+        answered = by_template(tokenizer, turns[:2], add_generation_prompt=False)
+        again = by_template(tokenizer, turns, add_generation_prompt=True)
+    except InputError as error:
+        return Finding(name, f"cannot be looked at: {error}. Prompts of one turn are not touched", note=True)
     broken = []
     if not answered.startswith(asked):
         broken.append(
@@ -97,10 +101,6 @@ def prefix(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Finding:
         f"{'; '.join(broken)}. What was sampled is trained as it was sampled all the same",
         note=True,
     )
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, generation: bool = False) -> str:
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation))
 
 
 # ------------------------------------------------------------------------------ the rewards
@@ -211,7 +211,9 @@ def weights_kept(run: Run, model: Any) -> int:
 def disk(run: Run, folder: Path, parameters: int) -> Finding:
     """Room for the checkpoints: float32 weights and two moments each; the newest ones, best, the guard's two, and one being written."""
     one = parameters * 4 * 3
-    most = run.checkpoint.keep + 1 + (run.eval.every > 0) + 2 * (run.guard == "rollback")
+    kept = run.checkpoint.keep + 1 + (run.eval.every > 0) + 2 * (run.guard == "rollback")
+    written = 1 + sum(run.steps // every for every in (run.checkpoint.every, run.eval.every) if every)
+    most = min(kept, written)
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(above).free
     text = f"a checkpoint takes {one / 1e9:.2f} GB, at most {most} stand at a time ({most * one / 1e9:.2f} GB), and {free / 1e9:.2f} GB are free in {above}"
@@ -223,7 +225,10 @@ def disk(run: Run, folder: Path, parameters: int) -> Finding:
             text,
             mend=f"dir={folder}: {free / 1e9:.2f} GB are free and {2 * one / 1e9:.2f} GB are needed at the least: choose another dir",
         )
-    return Finding("disk", f"{text}: set checkpoint.keep lower, or choose another dir", note=True)
+    less = ["set checkpoint.keep lower"] * (run.checkpoint.keep > 1) + ["guard=warn (two fewer)"] * (
+        run.guard == "rollback"
+    )
+    return Finding("disk", f"{text}: {', or '.join([*less, 'choose another dir'])}", note=True)
 
 
 def parts() -> Finding:

@@ -81,3 +81,32 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(InputError, match=word), judging.scorer([rule], [ROW]):
             pass
+
+
+def retold(folder: Path, template: str) -> Path:
+    """The same reward model with another template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_template_that_fails_on_every_answer_is_refused_at_the_start(folder: Path) -> None:
+    retold(folder, "{% if messages[-1].role == 'assistant' %}{{ 1/0 }}{% endif %}" + TEMPLATE)
+    with (
+        pytest.raises(InputError, match=r"row 0.*refuses its messages \(user, assistant\): ZeroDivisionError"),
+        judging.scorer([f"reward_model:{folder}"], [ROW]),
+    ):
+        pass
+
+
+def test_an_answer_that_the_template_refuses_has_failed_alone(folder: Path) -> None:
+    own = alone(folder, "7")
+    retold(folder, "{% if messages[-1].content == 'no' %}{{ raise_exception('not no') }}{% endif %}" + TEMPLATE)
+    with judging.scorer([f"reward_model:{folder}"], [ROW]) as opened:
+        judged = judging.judge(opened, ROW, "7", "no")
+    assert judging.values(judged)[0] == pytest.approx(own, abs=1e-5)
+    assert judging.values(judged)[1] is None
+    failed = judged.rollouts[1].reward
+    assert failed is not None
+    assert failed.status == {"reward_model": Status.CRASHED}

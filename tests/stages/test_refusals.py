@@ -114,3 +114,42 @@ def test_a_classifier_of_classes_is_no_reward_model_to_go_on_from(tmp_path: Path
     run, model = tmp_path / "run", classes(tmp_path / "model", 3)
     words = [f"model={model}", f"data={written(tmp_path / 'pairs.jsonl')}", "data.template=none", f"dir={run}"]
     refused(command("reward", "letters", *words), run, model, "a classifier of 3 classes")
+
+
+ASSISTANTS = "{% for m in messages %}{% if m.role == 'assistant' %}b: {{ m.content }}{% endif %}{% endfor %}b: "
+FIRST = "{% for m in messages %}{{ m.role }}: {{ m.content[:1] }}\n{% endfor %}b: "
+ANSWERS_CUT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content if m.role == 'user' else m.content[:2] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FAILING_ON_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no assistants') }}{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+LONG = {"prompt": "which one", "answer": "the first", "chosen": "the first", "rejected": "another"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "template", "said"),
+    [
+        ("train", "hello{% if add_generation_prompt %} a: {% endif %}", "leaves the question out"),
+        *((stage, ASSISTANTS, "leaves the question out") for stage in ("train", "check", "sft", "reward")),
+        *((stage, FIRST, "leaves the question out") for stage in ("train", "sft", "reward")),
+        *((stage, ANSWERS_CUT, "leaves the answer out") for stage in ("sft", "reward")),
+        *((stage, "{{ 1/0 }}", "ZeroDivisionError: division by zero") for stage in ("train", "check", "sft", "reward")),
+        *((stage, "{{ messages[0].content + 1 }}", "TypeError: can only") for stage in ("train", "sft", "reward")),
+        *((stage, FAILING_ON_ANSWERS, "(user, assistant): no assistants") for stage in ("sft", "reward")),
+    ],
+)
+def test_a_template_that_drops_what_is_said_or_fails(
+    stage: str, template: str, said: str, tmp_path: Path, command: Command
+) -> None:
+    data, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    data.write_text(f"{json.dumps(LONG)}\n{json.dumps(LONG | {'prompt': 'and what then'})}\n")
+    words = [f"model={damaged(tmp_path / 'model', template)}", f"data={data}", f"dir={run}"]
+    words += ["reward=regex:b"] if stage in ("train", "check") else []
+    code, out, err = found = command(stage, plain(tmp_path), *words)
+    if stage == "check":  # it says what there is to mend in its report
+        found = (code, err, out)
+    remedy = "data.template=none" if "leaves" in said else ""
+    refused(found, run, "rows.jsonl", "line 1", said, remedy)

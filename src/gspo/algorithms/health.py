@@ -229,7 +229,8 @@ def _learning(m: Mapping[str, Any]) -> Verdict:
         )
     if m["clip/band"] is not None and m["updates/done"] >= 2:
         share, unit = _clipped(m)
-        by_design = ", which for a sequence ratio is by design far more than for a token ratio"
+        # Said where it may look like a fault.
+        by_design = ", which for a sequence ratio is by design far more than for a token ratio" if share >= 0.05 else ""
         text += (
             f"; {share:.0%} of the answers clipped{by_design}"
             if unit == "answers"

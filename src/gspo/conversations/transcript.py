@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo.errors import InputError
+from gspo.tasks.template import by_template
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -44,18 +46,11 @@ class Voice:
 
     def text(self, messages: Messages) -> str:
         """All messages, up to where the assistant begins. Raises UnspeakableError."""
-        from jinja2.exceptions import TemplateError
-
+        keys: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
         try:
-            keys: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **keys
-                )
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UnspeakableError(f"the chat template refuses a conversation of {roles}: {error}") from error
+            return by_template(self.tokenizer, messages, add_generation_prompt=True, **keys)
+        except InputError as error:
+            raise UnspeakableError(str(error)) from error
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

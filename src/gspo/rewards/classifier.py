@@ -41,11 +41,16 @@ class RewardModel:
     system: str | None
 
     def judge(self, items: Sequence[Item]) -> list[Outcome]:
-        """An outcome for each item, in order; an answer that is longer than the model's positions has failed, and is not cut."""
+        """An outcome for each item, in order; an answer that is longer than the model's positions has failed, and is not cut,
+        and so has one that its chat template refuses."""
         start = time.perf_counter()
-        ids = [self._ids(item) for item in items]
+        faults: dict[int, str] = {}
+        ids = [self._ids(item, i, faults) for i, item in enumerate(items)]
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        fitting = [i for i in range(len(ids)) if limit is None or len(ids[i]) <= limit]
+        for i, each in enumerate(ids):
+            if limit is not None and len(each) > limit:
+                faults[i] = f"{len(each)} tokens, more than its {limit} positions"
+        fitting = [i for i in range(len(ids)) if i not in faults]
         scores: dict[int, float] = {}
         for batch in _batches(sorted(fitting, key=lambda i: len(ids[i])), [len(each) for each in ids]):
             scores |= dict(zip(batch, self._scores([ids[i] for i in batch]), strict=True))
@@ -53,14 +58,20 @@ class RewardModel:
         return [
             Outcome((scores[i],), Status.OK, seconds)
             if i in scores
-            else Outcome(
-                (None,), Status.CRASHED, seconds, f"{self.name}: {len(ids[i])} tokens, more than its {limit} positions"
-            )
+            else Outcome((None,), Status.CRASHED, seconds, f"{self.name}: {faults[i]}")
             for i in range(len(items))
         ]
 
-    def _ids(self, item: Item) -> list[int]:
-        return judged_ids(self.tokenizer, item.columns[self.prompt], item.completions[0], self.system)
+    def require_shown(self, prompt: Any) -> None:
+        """Raise InputError if the chat template refuses an answer to a prompt, whatever it says."""
+        judged_ids(self.tokenizer, prompt, "yes", self.system)
+
+    def _ids(self, item: Item, index: int, faults: dict[int, str]) -> list[int]:
+        try:
+            return judged_ids(self.tokenizer, item.columns[self.prompt], item.completions[0], self.system)
+        except InputError as error:
+            faults[index] = str(error)
+            return []
 
     def _scores(self, batch: list[list[int]]) -> list[float]:
         import torch

@@ -205,7 +205,12 @@ def _reward_model(where: str, argument: str | None, around: Around) -> Ready:
 
     def make() -> Service:
         model, tokenizer = classifier.load_classifier(name, options.get("device"), where)
-        return classifier.RewardModel(name, model, tokenizer, around.prompt, around.system)
+        made = classifier.RewardModel(name, model, tokenizer, around.prompt, around.system)
+        try:
+            made.require_shown(around.rows.rows[0][around.prompt])
+        except InputError as error:
+            raise InputError(f"{where}: {around.rows.name}: {around.rows.place(0)}: {error}") from error
+        return made
 
     return Ready(service=around.shared(where, make))
 

@@ -18,7 +18,7 @@ import numpy as np
 from gspo.errors import InputError
 from gspo.stage_config import Pairs
 from gspo.tasks.data import Check, Rows, checked_column, checked_prompts, message_fault, unwritable
-from gspo.tasks.render import Message, render, templated, too_long, uses_template
+from gspo.tasks.render import Message, render, require_kept, templated, too_long, uses_template
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def render_answers(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Pairs) 
     a conversation.
 
     Raises:
-        InputError: as `render`; a template that does not go on from the prompt to the answer, or that writes a turn
+        InputError: as `render`; a template that does not go on from the prompt to the answer, leaves it out, or writes a turn
             otherwise when others follow; answers longer than `data.max_answer_tokens`; an answer without tokens.
     """
     rendered = render(rows, tokenizer, data)
@@ -212,6 +212,7 @@ def _parts(rows: Rows, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, data:
                 f"be told from it: after the prompt …{seen[-40:]!r} the whole reads …{whole[-80:]!r}. Use data.template=none"
             )
         parts.append(whole.removeprefix(seen))
+        require_kept(rows, {prompt.row: (rest[k]["content"], parts[-1])}, "answer")
         seen = whole
     return parts
 

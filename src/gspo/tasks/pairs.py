@@ -18,7 +18,8 @@ import numpy as np
 from gspo.errors import InputError
 from gspo.stage_config import Preferences
 from gspo.tasks.data import Check, Rows, checked_column, checked_prompts, message_fault, unwritable
-from gspo.tasks.render import Message, as_messages, render, too_long, uses_template
+from gspo.tasks.render import Message, as_messages, at_row, render, require_kept, too_long, uses_template
+from gspo.tasks.template import by_template
 from gspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -50,17 +51,26 @@ class PreferredRows:
 def judged_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], answer: str | list[Message], system: str | None
 ) -> list[int]:
-    """A prompt with an answer as a reward model is shown them: by its chat template, else apart by an empty line."""
+    """A prompt with an answer as a reward model is shown them: by its chat template, else apart by an empty line.
+
+    Raises InputError if the template refuses them.
+    """
+    text = _judged(tokenizer, prompt, answer, system)
+    # A template writes the special tokens itself.
+    return list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None, verbose=False)["input_ids"])
+
+
+def _judged(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], answer: str | list[Message], system: str | None
+) -> str:
     messages = as_messages(prompt)
     if system:
         messages = [{"role": "system", "content": system}, *messages]
     messages += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     if tokenizer.chat_template is None:
-        return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    # The template writes the special tokens itself.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return "\n\n".join(m["content"] for m in messages)
+    return by_template(tokenizer, messages)
 
 
 # ------------------------------------------------------------------------------ rows
@@ -181,6 +191,8 @@ def render_preferences(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Pre
             f"{rows.name}: {rows.places(same)}: chosen and rejected are the same after the chat template and the tokenizer: the template has no turn "
             "of the assistant, or leaves out what they differ in"
         )
+    for column in (data.chosen, data.rejected) if chat else ():
+        require_kept(rows, {i: _written(rows, i, column, tokenizer, data) for i in pairs}, "answer")
     if apart := [i for i, pair in pairs.items() if pair.chosen[0] != pair.rejected[0]]:
         raise InputError(
             f"{rows.name}: {rows.places(apart)}: the chat template begins with the answer, so the two conversations have nothing in common"
@@ -195,8 +207,19 @@ def render_preferences(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Pre
 
 def _pair(rows: Rows, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, data: Preferences) -> Preferred:
     row = rows.rows[prompt.row]
-    chosen, rejected = (
-        np.asarray(judged_ids(tokenizer, row[data.prompt], row[column], data.system), dtype=np.int64)
-        for column in (data.chosen, data.rejected)
-    )
+    with at_row(rows, prompt.row):
+        chosen, rejected = (
+            np.asarray(judged_ids(tokenizer, row[data.prompt], row[column], data.system), dtype=np.int64)
+            for column in (data.chosen, data.rejected)
+        )
     return Preferred(prompt, chosen, rejected, 0.0 if data.margin is None else float(row[data.margin]))
+
+
+def _written(
+    rows: Rows, index: int, column: str, tokenizer: PreTrainedTokenizerBase, data: Preferences
+) -> tuple[object, str]:
+    """An answer's last turn, and the whole text that it stands in."""
+    row = rows.rows[index]
+    answer = row[column]
+    text = _judged(tokenizer, row[data.prompt], answer, data.system)
+    return (answer if isinstance(answer, str) else answer[-1]["content"]), text

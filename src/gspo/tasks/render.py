@@ -6,7 +6,8 @@ The job calls it before the model is loaded, so that a prompt that is too long c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from gspo.config import Data
 from gspo.errors import InputError
 from gspo.tasks.data import Rows
+from gspo.tasks.template import by_template, leaves_out
 from gspo.tasks.tools import described
 from gspo.types import Prompt
 
@@ -44,7 +46,7 @@ def render(
 
     Raises:
         InputError: `data.template=chat`, `data.system` or messages without a chat template; a message list that
-            the template refuses; prompts longer than `data.max_prompt_tokens` under `data.too_long=refuse`, or
+            the template refuses, or whose last question it leaves out; prompts longer than `data.max_prompt_tokens` under `data.too_long=refuse`, or
             under `drop` when none is left; a prompt without tokens.
     """
     chat = uses_template(rows, tokenizer, data)
@@ -54,6 +56,7 @@ def render(
     if chat:
         places = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
         texts = [_text(rows, i, messages, tokenizer, places) for i, messages in enumerate(spoken)]
+        require_kept(rows, dict(enumerate(zip(map(_question, spoken), texts, strict=True))), "question")
     else:
         texts = [row[data.prompt] for row in rows.rows]
     ids = tokenizer(texts, add_special_tokens=not chat, truncation=False, padding=False, verbose=False)["input_ids"]
@@ -118,6 +121,18 @@ def require_assistant(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: Data
         )
 
 
+def require_kept(rows: Rows, written: Mapping[int, tuple[object, str]], what: str) -> None:
+    """Raise InputError where the chat template leaves a content out of the text that it wrote of it, or a part of it:
+    `written` has the two of each row. `what`: the content in a word."""
+    lost = [i for i, (content, text) in written.items() if leaves_out(content, text)]
+    if lost:
+        content, text = written[lost[0]]
+        raise InputError(
+            f"{rows.name}: {rows.places(lost)}: the chat template leaves the {what} out, or a part of it: of {str(content)[:40]!r} it makes "
+            f"…{text[-80:]!r}. Use data.template=none, or give the tokenizer a template that writes what is said"
+        )
+
+
 def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template has a place for tools."""
     return "tools" in str(tokenizer.chat_template)
@@ -149,17 +164,22 @@ def _said(message: Mapping[str, Any]) -> dict[str, Any]:
 def _text(
     rows: Rows, index: int, messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]
 ) -> str:
-    from jinja2.exceptions import TemplateError
+    with at_row(rows, index):
+        return by_template(tokenizer, messages, **{"add_generation_prompt": True, **keys})
 
+
+@contextmanager
+def at_row(rows: Rows, index: int) -> Iterator[None]:
+    """Inside, an InputError is told with its row."""
     try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), **{"tokenize": False, "add_generation_prompt": True, **keys})
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise InputError(
-            f"{rows.name}: {rows.place(index)}: the chat template refuses its messages ({roles}): {error}"
-        ) from error
+        yield
+    except InputError as error:
+        raise InputError(f"{rows.name}: {rows.place(index)}: {error}") from error
+
+
+def _question(messages: Sequence[Message]) -> object:
+    """What the user says last. A system's text, and earlier turns, a template may leave out."""
+    return next((message.get("content") for message in reversed(messages) if message["role"] == "user"), None)
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:
