@@ -337,7 +337,7 @@ class Job:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def stopping_on_signals(self) -> AbstractContextManager[None]:
-        """SIGINT and SIGTERM end the run after the step at hand, saved; a second one ends it at once."""
+        """SIGINT, SIGTERM and SIGHUP end the run after the step at hand, saved; a second one of the first two ends it at once."""
         return self.stop.on_signals(self.console.say)
 
 
