@@ -327,7 +327,12 @@ def _seen(s: State, m: Mapping[str, Any]) -> State:
     if (now := s.reward) is not None:
         signal = fmean(signals)
         best = now if s.best is None else max(s.best, now)
-        s = replace(s, best=best, signal=max(s.signal, signal), first=s.first or (now, signal))
+        s = replace(
+            s,
+            best=best,
+            signal=max(s.signal, signal),
+            first=s.first if s.best is not None else s.first or (now, signal),
+        )
     if (start := _evaluation(m, "eval/start")) is not None:
         s = replace(s, start_eval=start, best_eval=start)
     s = replace(s, last_eval=_evaluation(m, "eval") or s.last_eval, chosen=s.chosen or bool(m.get("prompts/skipped")))
