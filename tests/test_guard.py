@@ -234,6 +234,33 @@ def test_rollbacks_are_bounded_and_time_goes_on() -> None:
     assert state.best == then.best
 
 
+DEAD: dict[str, Any] = {"reward/mean": 0.0, "reward/std": 0.0, "groups/signal": 0, "groups/all_right": 0}
+
+
+@pytest.mark.parametrize("before", [1, 3, 4, 12])
+def test_a_rollback_to_where_nothing_was_known_forgets_nothing(before: int) -> None:
+    """A policy that is dead from then on is an alarm, and its checkpoint is never gone back to."""
+    state = rolled_back(after([{}] * before)[0], State())
+    assert (state.best, state.signal) == (pytest.approx(0.6), 0.75)
+    dead, decisions = after([DEAD] * 3, state)
+    dead, more = after([DEAD] * 12, saved(dead, before + 3))
+    assert "rollback" in {decision.action for decision in [*decisions, *more]}
+    assert dead.target is None
+    again = rolled_back(dead, State())
+    assert (again.best, again.signal) == (state.best, state.signal), "nor does the next one"
+    assert read_state(json.loads(json.dumps(asdict(again)))) == again
+
+
+def test_weights_of_before_the_best_are_not_measured_by_it() -> None:
+    """The reward rose from 0.1 to 0.8 and fell: the start has 0.1 again, which is no collapse."""
+    rise = [{"reward/mean": 0.1 + 0.05 * n} for n in range(15)]
+    state = rolled_back(after(rise)[0], State())
+    assert state.best == pytest.approx(0.175), "of the first four steps"
+    assert actions(after(rise, state)[1]) == []
+    then, _ = after(rise[:8])
+    assert rolled_back(after(rise)[0], then).best == then.best, "and where something was known, by that"
+
+
 def test_numbers_that_are_missing_are_not_judged() -> None:
     """A step without an update has no entropy and no gradient; one without a verdict no reward."""
     holes = dict.fromkeys(("reward/mean", "reward/std", "entropy", "grad_norm"))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gspo
+from gspo.seal import seal
 
 SHORT: dict[str, Any] = dict(
     model={"name": "random-dense", "dtype": "float32"},
@@ -130,16 +131,88 @@ def test_the_target_is_kept_however_few_checkpoints_are(tmp_path: Path) -> None:
     assert journal(folder)[14]["guard/action"] == "rollback"
 
 
-def test_a_damaged_target_is_named_and_the_run_ends(tmp_path: Path) -> None:
+def resumed(
+    repaired: Path, folder: Path, *, after: int, without: list[int], damaged: int | None = None
+) -> list[dict[str, Any]]:
+    """The run cut off after a step, gone on with from there, with checkpoints removed and one damaged."""
+    shutil.copytree(repaired, folder, symlinks=True)
+    for step in [*without, *range(after + 1, 19)]:
+        shutil.rmtree(folder / "checkpoints" / f"{step:08d}")
+    if damaged is not None:
+        (folder / "checkpoints" / f"{damaged:08d}" / "model.safetensors").write_bytes(b"")
+    gspo.train(resume=folder, reward=falling(folder))
+    return journal(folder)
+
+
+def test_a_damaged_target_is_said_and_the_guard_goes_back_to_the_start(
+    repaired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = resumed(repaired, tmp_path / "run", after=13, without=[], damaged=1)
+    assert [(x["step"], x["guard/target"]) for x in lines if x["guard/action"] == "rollback"] == [(15, 0)]
+    said = [line for line in capsys.readouterr().out.splitlines() if "cannot go back" in line]
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"warning: the guard cannot go back to checkpoint 1: .*00000001/model\.safetensors is damaged .* At an alarm it goes back to the start",
+        said[0],
+    )
+    fresh = run(tmp_path / "fresh", reward=lambda completion: 1.0, steps=1)
+    assert same(weights(tmp_path / "run", 15), weights(fresh, 1))
+    assert load_file(tmp_path / "run" / "checkpoints" / "00000015" / "optimizer.safetensors") == {}
+
+
+def test_a_target_that_is_missing_is_said_and_forgotten_at_resume(
+    repaired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that waits to be one, with it."""
+    lines = resumed(repaired, tmp_path / "run", after=11, without=[1])
+    out = capsys.readouterr().out
+    said = "warning: the guard cannot go back to checkpoint 1: it is not there. At an alarm it goes back to the start"
+    assert out.count("cannot go back") == 1
+    assert said in out
+    assert out.index(said) < out.index("step 12"), "at once, not at the alarm"
+    assert [(x["step"], x["guard/target"]) for x in lines if x["guard/action"] == "rollback"] == [(15, 0)]
+    waiting = resumed(repaired, tmp_path / "waiting", after=6, without=[1])
+    assert [(x["step"], x["guard/target"]) for x in waiting if x["guard/action"] == "rollback"] == [(15, 0)]
+    assert "cannot go back" not in capsys.readouterr().out, "it was none yet"
+
+
+def test_another_good_checkpoint_is_gone_back_to_before_the_start(repaired: Path, tmp_path: Path) -> None:
+    """The newest of those that were targets and are there and whole."""
+    cut, last = tmp_path / "cut", tmp_path / "cut" / "checkpoints" / "00000013"
+    shutil.copytree(repaired, cut, symlinks=True)
+    state = json.loads((last / "state.json").read_text())
+    state["guard"]["target"] = 5  # where the ones before it name 1
+    (last / "state.json").write_text(json.dumps(state))
+    (last / "checksums.json").unlink()
+    seal(last)
+    lines = resumed(cut, tmp_path / "run", after=13, without=[], damaged=5)
+    assert [(x["step"], x["guard/target"]) for x in lines if x["guard/action"] == "rollback"] == [(15, 1)]
+    assert same(weights(tmp_path / "run", 15), weights(repaired, 1))
+    missing = resumed(cut, tmp_path / "missing", after=13, without=[5])
+    assert missing == lines
+
+
+def test_a_policy_that_stays_dead_after_a_rollback_is_seen_again(tmp_path: Path) -> None:
+    """Back to weights from before the guard had an average to compare with: it has one from the first steps of the run."""
     folder = tmp_path / "run"
 
     def reward(completion: str) -> float:
-        if (folder / "checkpoints" / "00000014").exists():
-            (folder / "checkpoints" / "00000001" / "model.safetensors").write_bytes(b"")
-        return falling(folder)(completion)
+        journal = folder / "journal.jsonl"
+        done = len(journal.read_text().splitlines()) if journal.exists() else 0
+        return digits(completion) if done < 11 else -5.0
 
-    with pytest.raises(gspo.RunError, match=r"the guard cannot roll back: .*00000001.*model\.safetensors is damaged"):
-        run(folder, reward=reward, steps=16, checkpoint={"every": 1, "keep": 1}, optimizer={"learning_rate": 3e-3})
+    run(folder, reward=reward, steps=24, checkpoint={"every": 0}, optimizer={"learning_rate": 1e-3})
+    back = [(x["step"], x["guard/target"]) for x in journal(folder) if x["guard/action"] == "rollback"]
+    assert back == [(15, 0), (22, 0)]
+
+
+def test_a_step_whose_weights_were_put_back_is_not_blamed_on_its_learning_rate(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(gspo.RunError, match="guard stopped the run"):
+        run(folder, steps=9, **HUGE)
+    for line in journal(folder):
+        assert line["verdict/kind"] == "put_back"
+        assert line["verdict"].startswith("the guard puts the weights back (rule non-finite); ")
 
 
 def test_answers_of_the_weights_that_have_gone_are_dropped(tmp_path: Path) -> None:
@@ -161,6 +234,68 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(tmp_path: Path) -> None:
     fresh = run(tmp_path / "fresh", reward=lambda completion: 1.0, steps=1)
     assert journal(folder)[14]["guard/target"] == 0
     assert same(weights(folder, 15), weights(fresh, 1))
+
+
+CRITIC: dict[str, Any] = {"algorithm": "ppo"}
+"""With a critic of its own."""
+
+
+@pytest.fixture(scope="module", params=[{}, CRITIC], ids=["policy", "critic"])
+def restarted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of 18 steps that was rolled back to the start after step 15; and it, ended by then."""
+    folder = tmp_path_factory.mktemp("start") / "run"
+    keys = {**request.param, "optimizer": {"learning_rate": 3e-3, "schedule": "linear"}}
+    run(folder, reward=falling(folder), steps=18, checkpoint={"every": 15, "keep": 9}, **keys)
+    assert [(x["step"], x["guard/target"]) for x in journal(folder) if x["guard/action"] == "rollback"] == [(15, 0)]
+    cut = folder.with_name("cut")
+    shutil.copytree(folder, cut, symlinks=True)
+    shutil.rmtree(cut / "checkpoints" / "00000018")
+    return folder, cut
+
+
+def test_a_checkpoint_after_a_rollback_to_the_start_resumes_bit_for_bit(
+    restarted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its optimizer holds nothing, though updates were made."""
+    whole, cut = restarted[0], tmp_path / "run"
+    shutil.copytree(restarted[1], cut, symlinks=True)
+    gspo.train(resume=cut, reward=falling(cut))
+    assert journal(cut) == journal(whole)
+    for file in (whole / "checkpoints" / "00000018").glob("*.safetensors"):
+        assert same(load_file(cut / "checkpoints" / "00000018" / file.name), load_file(file)), file.name
+
+
+@pytest.mark.parametrize("lost", ["", "exp_avg_sq.", "step.model.embed_tokens.weight"])
+def test_an_optimizer_that_lost_its_state_is_still_refused(lost: str, repaired: Path, tmp_path: Path) -> None:
+    """All of it, a slot, a weight's."""
+    cut = tmp_path / "run"
+    shutil.copytree(repaired, cut, symlinks=True)
+    checkpoint = cut / "checkpoints" / "00000018"
+    kept = load_file(checkpoint / "optimizer.safetensors")
+    save_file({k: v for k, v in kept.items() if not k.startswith(lost)}, checkpoint / "optimizer.safetensors")
+    (checkpoint / "checksums.json").unlink()
+    seal(checkpoint)
+    with pytest.raises(
+        gspo.RunError, match=r"no optimizer state for .* weights, model\.embed_tokens\.weight among them"
+    ):
+        gspo.train(resume=cut, reward=falling(cut), steps=19)
+
+
+def test_a_run_that_the_guard_stopped_is_gone_on_with(tmp_path: Path) -> None:
+    """By diverging in its updates, of policy and critic, thrice; each time back to the start."""
+    folder = tmp_path / "run"
+    with pytest.raises(gspo.RunError, match="guard stopped the run"):
+        run(folder, steps=8, **{**HUGE, **CRITIC})
+    done = journal(folder)[-1]["step"]
+    state = json.loads((folder / "checkpoints" / f"{done:08d}" / "state.json").read_text())
+    assert state["emptied"]
+    assert state["critic_updates"] < state["updates"], (
+        "in a step in which the policy diverges the critic learns nothing"
+    )
+    with pytest.raises(gspo.RunError, match=f"guard stopped the run after step {done + 1}"):
+        gspo.train(resume=folder, reward=digits)
+    after = json.loads((folder / "checkpoints" / f"{done + 1:08d}" / "state.json").read_text())
+    assert after["critic_updates"] == state["critic_updates"]
 
 
 @pytest.mark.parametrize(("mode", "said"), [("warn", ["warn", "warn"]), ("off", [])])

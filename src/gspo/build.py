@@ -88,7 +88,9 @@ def _joined(run: Run, inputs: Inputs, place: Place, opened: ExitStack) -> Job:
         else go_on(run, learner, saved, console)
     )
     engine.load(learner.weights(), version=progress.step)
-    rescue = Rescue(run, folder, learner, critic, run.guard, progress.guard or State()) if run.guard != "off" else None
+    rescue = None
+    if run.guard != "off":
+        rescue = Rescue(run, folder, learner, critic, run.guard, progress.guard or State(), console.say)
     checkpoints.settle(progress)
     journal = Journal(folder, run.sampling.max_new_tokens, after=place.kept)
     console.say_aside(journal.aside)
@@ -191,7 +193,7 @@ def go_on(run: AnyRun, learner: Learner, saved: store.Saved, console: Console) -
     """Put the learner where the checkpoint left it, and say what was restored."""
     assert run.steps is not None
     progress = saved.progress
-    learner.restore(saved.moments, progress.updates)
+    learner.restore(saved.moments, progress.updates, emptied=progress.emptied)
     console.say(f"resumed from {saved.checkpoint}: {saved.words}")
     before = store.change_steps(saved.folder, run.steps)
     if before != run.steps and run.optimizer.schedule != "constant":

@@ -45,7 +45,7 @@ class Console:
         self.heartbeat = Heartbeat(self.say)
 
     def say(self, text: str) -> None:
-        with suppress(BrokenPipeError):  # whoever read the lines has gone; the journal has them all
+        with suppress(OSError):  # whoever read the lines has gone, a pipe or a terminal; the journal has them all
             print(text, file=self._stream, flush=True)
 
     def say_aside(self, folder: Path | None) -> None:

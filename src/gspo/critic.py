@@ -125,7 +125,7 @@ def open_critic(run: Run, policy: Policy, saved: store.Saved | None) -> Critic |
         raise InputError(f"{saved.checkpoint / store.CRITIC} is missing: the run cannot be resumed without its critic")
     if run.critic.backbone == "shared":
         return _shared(run.critic, policy, kept)
-    return _separate(run, policy, kept, 0 if saved is None else saved.progress.updates)
+    return _separate(run, policy, saved)
 
 
 def _shared(settings: critic_config.Critic, policy: Policy, kept: store.CriticState | None) -> Critic:
@@ -136,7 +136,7 @@ def _shared(settings: critic_config.Critic, policy: Policy, kept: store.CriticSt
     return Critic(settings, head, None, f"critic: a head of {weight.shape[1] + 1} weights on the policy's layers")
 
 
-def _separate(run: Run, policy: Policy, kept: store.CriticState | None, updates: int) -> Critic:
+def _separate(run: Run, policy: Policy, saved: store.Saved | None) -> Critic:
     assert run.critic is not None
     loaded = load_policy(_critic_model(run))
     if (
@@ -144,6 +144,7 @@ def _separate(run: Run, policy: Policy, kept: store.CriticState | None, updates:
     ):  # all weights of a critic are trained: of an adapter it starts from the sum
         lora.merge(loaded.model).requires_grad_(True)
     head = install_value_head(loaded.model)
+    kept = None if saved is None else saved.critic
     if kept is not None:
         _fill(loaded.model, kept.weights)
     rate = run.critic.learning_rate or rates.CRITIC * _rate_of_all_weights(run, policy)
@@ -157,8 +158,10 @@ def _separate(run: Run, policy: Policy, kept: store.CriticState | None, updates:
         compute_dtype=loaded.compute_dtype,
         kernels=loaded.kernels,
     )
-    if kept is not None:
-        own.restore(dict(kept.moments), updates)
+    if saved is not None and kept is not None:
+        done = saved.progress
+        updates = done.updates if done.critic_updates is None else done.critic_updates
+        own.restore(dict(kept.moments), updates, emptied=done.emptied)
     weights = sum(p.numel() for p in loaded.model.parameters())
     said = f"critic {loaded.source.name}: {weights:,} weights of its own, sha256 {loaded.source.sha256[:12]}; learning rate {rate:g}"
     return Critic(run.critic, head, own, said)

@@ -66,6 +66,8 @@ class State:
     """Shares of groups with signal of the last `WINDOW` steps."""
     signal: float = 0.0
     """Highest average of them."""
+    first: tuple[float, float] | None = None
+    """Averages of both when there first was one: what is known of weights from before, the start's among them."""
     entropies: tuple[float, ...] = ()
     """Of the first `FIRST` steps; so are the next two."""
     truncated: tuple[float, ...] = ()
@@ -285,9 +287,19 @@ def alarm(state: State, rule: str, text: str) -> Decision:
 
 
 def rolled_back(state: State, then: State) -> State:
-    """After the weights have returned to where the guard remembered `then`: so does what it remembers of rewards, but time goes on."""
+    """After the weights have returned to where the guard remembered `then`: so does what it remembers of rewards, but time goes on.
+
+    Where nothing was remembered yet, rewards are measured by the first ones that were seen, which are the nearest to those
+    weights, or the guard would not see that they have fallen. Not by the best: weights from before it need not reach it.
+    """
+    first = state.first
+    if first is None and state.rewards:
+        first = fmean(state.rewards), fmean(state.signals)
+    if then.best is None and first is not None:
+        then = replace(then, best=first[0], signal=first[1])
     return replace(
         then,
+        first=first,
         rewards=(),
         signals=(),
         spread=max(state.spread, then.spread),
@@ -312,8 +324,15 @@ def _seen(s: State, m: Mapping[str, Any]) -> State:
         rewards = (*rewards, m["reward/mean"])[-WINDOW:]
         signals = (*signals, m["groups/signal"] / m["groups/total"])[-WINDOW:]
     s = replace(s, rewards=rewards, signals=signals, spread=max(s.spread, m["reward/std"] or 0.0))
-    if s.reward is not None:
-        s = replace(s, best=s.reward if s.best is None else max(s.best, s.reward), signal=max(s.signal, fmean(signals)))
+    if (now := s.reward) is not None:
+        signal = fmean(signals)
+        best = now if s.best is None else max(s.best, now)
+        s = replace(
+            s,
+            best=best,
+            signal=max(s.signal, signal),
+            first=s.first if s.best is not None else s.first or (now, signal),
+        )
     if (start := _evaluation(m, "eval/start")) is not None:
         s = replace(s, start_eval=start, best_eval=start)
     s = replace(s, last_eval=_evaluation(m, "eval") or s.last_eval, chosen=s.chosen or bool(m.get("prompts/skipped")))

@@ -273,13 +273,19 @@ class Job:
     def _save(self) -> None:
         if self.rescue is not None:
             self.progress = replace(self.progress, guard=self.rescue.at_save(self.progress.step))
+        moments, own = self.learner.moments(), None if self.critic is None else self.critic.own
+        self.progress = replace(
+            self.progress,
+            emptied=self.learner.updates > 0 and not moments,
+            critic_updates=None if own is None else own.updates,
+        )
         with self.console.heartbeat.at(f"the checkpoint of step {self.progress.step} is written"):
             self.store.save(
                 self.progress,
                 model=self.policy.model,
                 tokenizer=self.policy.tokenizer,
                 weights=self.learner.master_weights(),
-                moments=self.learner.moments(),
+                moments=moments,
                 # A step that failed may have sampled more, which the position in the data does not know of.
                 ahead=list(self.ahead)[: self.progress.ahead],
                 critic=None if self.critic is None else self.critic.state(),
@@ -331,7 +337,7 @@ class Job:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def stopping_on_signals(self) -> AbstractContextManager[None]:
-        """SIGINT and SIGTERM end the run after the step at hand, saved; a second one ends it at once."""
+        """SIGINT, SIGTERM and SIGHUP end the run after the step at hand, saved; a second one of the first two ends it at once."""
         return self.stop.on_signals(self.console.say)
 
 

@@ -96,9 +96,9 @@ class Journal:
         self._without_signal = 0 if metrics["groups/signal"] else self._without_signal + 1
         metrics["groups/steps_without_signal"] = self._without_signal
         metrics["max_new_tokens"] = self._max_new_tokens
+        metrics |= watch(metrics) if watch is not None else {}
         said = verdict(metrics)
         metrics |= {"verdict": said.text, "verdict/kind": said.kind, "verdict/warning": said.warning}
-        metrics |= watch(metrics) if watch is not None else {}
         with writing(self._rollouts, outcome.step):
             self._write_rollouts(outcome)
         self._lines.append(metrics)

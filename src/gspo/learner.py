@@ -37,6 +37,8 @@ from gspo.presets import Algorithm
 from gspo.replay import compared, routing_of
 from gspo.stats import Parity, RouteChanges, UpdateStats, WeightChange, parity_of
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
 
 @dataclass
 class Learner:
@@ -346,20 +348,19 @@ class Learner:
             for name, tensor in self.model.state_dict().items()
         }
 
-    def restore(self, moments: dict[str, Tensor], updates: int) -> None:
-        """Optimizer and schedule as they were saved; the weights come with the model. Raises RunError if a moment is missing."""
-        saved = {name.split(".", 1)[1] for name in moments}
-        missing = [name for name in self.masters if name not in saved]
-        if missing and updates:
+    def restore(self, moments: dict[str, Tensor], updates: int, *, emptied: bool) -> None:
+        """Optimizer, which may have been `emptied`, and schedule as they were saved; the weights come with the model. Raises RunError if a moment is missing."""
+        used = updates > 0 and not emptied
+        missing = [name for name in self.masters if any(f"{slot}.{name}" not in moments for slot in _MOMENTS)]
+        if missing and used:
             raise RunError(
                 f"the checkpoint has no optimizer state for {len(missing)} of {len(self.masters)} weights, {missing[0]} among them"
             )
-        self._load_moments(moments if updates else {})
+        self._load_moments(moments if used else {})
         self.updates = updates
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
-        kept = ("step", "exp_avg", "exp_avg_sq")
-        slots = {i: {s: moments[f"{s}.{n}"] for s in kept} for i, n in enumerate(self.masters) if moments}
+        slots = {i: {s: moments[f"{s}.{n}"] for s in _MOMENTS} for i, n in enumerate(self.masters) if moments}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
 
     @torch.no_grad()

@@ -6,8 +6,8 @@ In: the metrics of a step, or the learner's failure. Out: the journal's keys of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ class Rescue:
     critic: Critic | None
     mode: Literal["warn", "rollback"]
     state: State
+    say: Callable[[str], None]
     decision: Decision = guard.NOTHING
     diverged: bool = False
     """The learner failed in the step at hand, and the weights are put back already."""
@@ -39,11 +40,55 @@ class Rescue:
 
     def __post_init__(self) -> None:
         self._set_step_size()
+        self._forget_missing()
 
     def _set_step_size(self) -> None:
         self.learner.step_size = self.state.step_size
         if self.critic is not None and self.critic.own is not None:
             self.critic.own.step_size = self.state.step_size
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"{step:08d}"
+
+    def _forget_missing(self) -> None:
+        """Of a run that goes on: a checkpoint that is remembered may have been removed by hand, or in a part of the run that was."""
+        if self.state.waiting is not None and not self._checkpoint(self.state.waiting).is_dir():
+            self.state = replace(self.state, waiting=None)
+        if self.state.target is not None and not self._checkpoint(self.state.target).is_dir():
+            self._next_target("it is not there")
+
+    def _next_target(self, why: str) -> None:
+        """Give the target up, aloud, for the newest checkpoint before it that was one too, or the start."""
+        lost = self.state.target
+        assert lost is not None
+        named = []
+        for checkpoint in (self.folder / "checkpoints").glob("[0-9]" * 8):
+            try:
+                then = store.read_progress(checkpoint).guard
+            except InputError:  # it is not gone back to, and what it says is not needed
+                continue
+            if then is not None and then.target is not None and then.target < lost:
+                named.append(then.target)
+        there = [step for step in named if self._checkpoint(step).is_dir()]
+        self.state = replace(self.state, target=max(there, default=None))
+        self.say(
+            f"warning: the guard cannot go back to checkpoint {lost}: {why}. At an alarm it goes back to {self._where}"
+        )
+
+    def _target(self) -> store.Saved | None:
+        """The checkpoint to go back to, found whole; None: the start."""
+        while self.state.target is not None:
+            try:
+                return store.read_checkpoint(self._checkpoint(self.state.target), self.folder)
+            except InputError as error:
+                there = self._checkpoint(self.state.target).is_dir()
+                self._next_target(str(error) if there else "it is not there")
+        return None
+
+    @property
+    def _where(self) -> str:
+        """What the guard goes back to."""
+        return "the start" if self.state.target is None else f"checkpoint {self.state.target}"
 
     @property
     def repairs(self) -> bool:
@@ -60,6 +105,8 @@ class Rescue:
                 self.decision = Decision("warn", self.decision.rule, self.decision.text) if first else guard.NOTHING
         acts = self.decision.action in ("rollback", "stop")
         to_come = acts and not self.returned
+        if to_come:
+            self._target()  # which the journal names: it may have to be another
         return {
             "guard/action": self.decision.action,
             "guard/rule": self.decision.rule,
@@ -77,19 +124,14 @@ class Rescue:
 
     def put_back(self) -> None:
         """Weights and moments of the target, and what was remembered there; the learning rate is made smaller."""
-        target = self.state.target
-        if target is None:
-            model, moments, then, saved = self.run.model, {}, State(), None
+        saved = self._target()
+        if saved is None:
+            model, moments, then = self.run.model, {}, State()
         else:
-            checkpoint = self.folder / "checkpoints" / f"{target:08d}"
-            try:
-                saved = store.read_checkpoint(checkpoint, self.folder)
-            except InputError as error:
-                raise RunError(f"the guard cannot roll back: {error}") from error
             model, moments = Model(**{**dict(self.run.model), **saved.model}), saved.moments
             then = saved.progress.guard or State()
         policy = load_policy(model, seed=self.run.seed)
-        if target is None:
+        if saved is None:
             self._require_same(policy.source.sha256)
         weights = dict(policy.model.named_parameters())
         if self.critic is not None:
@@ -119,9 +161,8 @@ class Rescue:
         said, decision = self.state, self.decision
         if decision.action == "warn":
             return f"guard: {decision.text}"
-        where = "the start" if said.target is None else f"checkpoint {said.target}"
         return (
-            f"guard: {decision.text}. Rolled back to the weights and the optimizer of {where}, rollback {said.rollbacks} of at most "
+            f"guard: {decision.text}. Rolled back to the weights and the optimizer of {self._where}, rollback {said.rollbacks} of at most "
             f"{guard.MAX_ROLLBACKS}; the learning rate is {said.step_size:g} of what it was set to from here on"
         )
 

@@ -1,13 +1,14 @@
 """Signals that end a run in good order: what is at hand is finished and saved.
 
-In: SIGINT, SIGTERM. Out: `Stop.by`, which `job` and the stages look at between two steps.
+In: SIGINT, SIGTERM, and SIGHUP of a terminal that was closed. Out: `Stop.by`, which `job` and the stages look at between two steps.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -24,20 +25,40 @@ class Stop:
 
     @contextmanager
     def on_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """SIGINT and SIGTERM set `by`; a second one ends the program at once."""
+        """SIGINT, SIGTERM and SIGHUP set `by`; a second SIGINT or SIGTERM ends the program at once."""
         before: dict[signal.Signals, Any] = {}
+        terminals = [output for output in (1, 2) if os.isatty(output)]
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.by = signal.Signals(number)
-            for each, handler in before.items():
+            for each, at_once in _AT_ONCE.items():
                 # A shell's background job ignores SIGINT: restored, a second one would do nothing.
-                signal.signal(each, _AT_ONCE[each] if handler in (signal.SIG_IGN, None) else handler)
-            say(f"{self.by.name}: finishing this step, then saving. Again to stop at once.")
+                signal.signal(each, at_once if before[each] in (signal.SIG_IGN, None) else before[each])
+            again = "SIGTERM" if self.by is signal.SIGHUP else "Again"
+            say(f"{self.by.name}: finishing this step, then saving. {again} to stop at once.")
+
+        def hang_up(number: int, frame: FrameType | None) -> None:
+            _silence(terminals)
+            if self.by is None:  # a shell that ends sends it, and the kernel once more: that is no impatience
+                stop(number, frame)
 
         if threading.current_thread() is threading.main_thread():  # elsewhere the caller owns the signals
-            before |= {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+            before |= {each: signal.signal(each, stop) for each in _AT_ONCE}
+            if (
+                signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+            ):  # as under nohup, which is to outlive its terminal
+                before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+def _silence(outputs: Sequence[int]) -> None:
+    """Let go nowhere what is written to terminals that have gone, where it would fail."""
+    for output in outputs:
+        if not os.isatty(output):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)

@@ -71,6 +71,10 @@ class Progress:
     """Evaluations since the best one."""
     guard: State | None = None
     """What the guard remembers; None with guard=off."""
+    emptied: bool = False
+    """The guard went back to the start, and no update was made since: the optimizers hold nothing, whatever `updates` is."""
+    critic_updates: int | None = None
+    """Updates done of a critic of its own, which makes none in a step in which the policy diverges; None: as many as the policy."""
 
 
 @dataclass(frozen=True)

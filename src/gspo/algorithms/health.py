@@ -33,7 +33,7 @@ class Verdict:
     """What a step says about the run."""
 
     kind: str
-    """unjudged, no_signal, left_out, unmoved, apart, mismatch, truncated, repeating, silenced, stale or learning."""
+    """unjudged, no_signal, put_back, left_out, unmoved, apart, mismatch, truncated, repeating, silenced, stale or learning."""
     text: str
     warning: bool = False
 
@@ -41,7 +41,7 @@ class Verdict:
 def verdict(metrics: Mapping[str, Any]) -> Verdict:
     """Read a step's metrics, gravest cause first. Keys that an older journal lacks are not judged."""
     causes = (
-        _unjudged, _no_signal, _left_out, _unmoved, _apart, _mismatch, _truncated, _repeating, _silenced, _stale,
+        _unjudged, _no_signal, _put_back, _left_out, _unmoved, _apart, _mismatch, _truncated, _repeating, _silenced, _stale,
     )  # fmt: skip
     for judge in causes:
         found = judge(metrics)
@@ -102,6 +102,15 @@ def _what_then(m: Mapping[str, Any]) -> str:
     return (
         "the task is solved, too hard, or the reward never differs. Change the difficulty of the prompts, raise group_size, or look at "
         "rollouts/ to see what the reward reads"
+    )
+
+
+def _put_back(m: Mapping[str, Any]) -> Verdict | None:
+    """What the updates did is gone, so that nothing is said of it."""
+    if m.get("guard/action") not in ("rollback", "stop"):
+        return None
+    return Verdict(
+        "put_back", f"the guard puts the weights back (rule {m['guard/rule']}); {_with_signal(m)}", warning=True
     )
 
 
