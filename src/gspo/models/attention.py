@@ -53,8 +53,8 @@ class Packed:
     """Segments laid end to end, each hanging on an earlier one or on nothing: a row of trees.
 
     `lengths` in tokens; `parents` gives for each segment the index of the one that it continues, None for the start
-    of a sequence (all of them, by default). `kernels` are used where they suit. A token sees its own segment up to itself, and every token of the segments
-    above; two answers to one prompt share the prompt and do not see each other.
+    of a sequence (all of them, by default). A token sees its own segment up to itself, and every token of the segments
+    above; two answers to one prompt share the prompt and do not see each other. `kernels` are used where they suit.
     """
 
     def __init__(

@@ -177,10 +177,11 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x, which also went on `beside` the norm (unless None), and of the weight, of that at the norm of x."""
         by_x, by_weight = torch.empty_like(x), torch.empty_like(weight)
-        room = scale.new_empty(torch.get_num_threads() * len(weight))
+        threads = torch.get_num_threads()
+        room = scale.new_empty(threads * len(weight))
         plus = None if beside is None else beside.data_ptr()
         at = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), plus, by_x.data_ptr())
-        shape = (ctypes.c_long * 2)(scale.numel(), len(weight))
+        shape = (ctypes.c_long * 3)(scale.numel(), len(weight), threads)
         self._norm_backward(*at, by_weight.data_ptr(), room.data_ptr(), shape)
         return by_x, by_weight
 

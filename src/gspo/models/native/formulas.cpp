@@ -16,7 +16,7 @@ inline __m512 turned(__m512 a, __m512 b, __m512 c, __m512 s) {
     return _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
 }
 
-// A head's rotary positions, scaled: (a, b) -> (a cos - b sin, b cos + a sin).
+// A head's rotary positions, scaled: (a, b) -> (a cos - b sin, b cos + a sin). y may be x.
 inline void turn(const bf16* x, const bf16* c, const bf16* s, float scaling, bf16* y, long half) {
     const __m512 scale = _mm512_set1_ps(scaling), none = _mm512_setzero_ps();
     for (long d = 0; d < half; d += LANES) {
@@ -83,12 +83,12 @@ void gspo_norm(const bf16* x, const bf16* more, bf16* total, const bf16* weight,
 }
 
 // With n = x scale and g = grad weight:  by_x = scale (g - n mean(g n)), plus what went `beside` the norm, if anything did;
-// by_weight [K] = sum over tokens of grad n.  `room`: K floats for each thread.
+// by_weight [K] = sum over tokens of grad n.  `room`: K floats for each of N threads.
 void gspo_norm_backward(const bf16* grad, const bf16* x, const bf16* weight, const float* scale, const bf16* beside, bf16* by_x,
-                        bf16* by_weight, float* room, const long* TK) {
-    const long T = TK[0], K = TK[1];
+                        bf16* by_weight, float* room, const long* TKN) {
+    const long T = TKN[0], K = TKN[1];
     int threads = 1;
-#pragma omp parallel
+#pragma omp parallel num_threads(TKN[2])
     {
         const int thread = omp_get_thread_num();
         float* sums = room + thread * K;
@@ -124,16 +124,10 @@ void gspo_norm_backward(const bf16* grad, const bf16* x, const bf16* weight, con
 
 // Rotary positions of `heads` heads that lie side by side in x [T, stride], in place; cos and sin [T, D].
 void gspo_rotate(bf16* x, long stride, const bf16* cosine, const bf16* sine, long T, long heads, long D) {
-    const long half = D / 2;
     for (long t = 0; t < T; ++t)
         for (long h = 0; h < heads; ++h) {
             bf16* at = x + t * stride + h * D;
-            for (long d = 0; d < half; d += LANES) {
-                const __m512 a = load(at + d), b = load(at + half + d);
-                const bf16 *c = cosine + t * D + d, *s = sine + t * D + d;
-                store(at + d, _mm512_sub_ps(rounded(_mm512_mul_ps(a, load(c))), rounded(_mm512_mul_ps(b, load(s)))));
-                store(at + half + d, _mm512_add_ps(rounded(_mm512_mul_ps(b, load(c + half))), rounded(_mm512_mul_ps(a, load(s + half)))));
-            }
+            turn(at, cosine + t * D, sine + t * D, 1.0f, at, D / 2);
         }
 }
 

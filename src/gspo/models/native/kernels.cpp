@@ -223,13 +223,19 @@ inline void expect(const bf16* x, long count) {
     for (long i = 0; i < count; i += PAIRED) _mm_prefetch((const char*)(x + i), _MM_HINT_T1);
 }
 
-// Values [keys, D], columns from `from` to `to`, as right tiles [keys / 32][columns / 16]: pairs of consecutive keys.
-// Beyond `count` keys they are zeros.
-inline void pair_values(const bf16* values, long count, long D, long from, long to, bf16* paired) {
+// Two rows of 32 numbers, one beside the other: of columns 0 to 15, and of the others.
+inline void pair(__m512i a, __m512i b, __m512i& low, __m512i& high) {
     alignas(64) static const uint16_t order[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
-    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]), zero = _mm512_setzero_si512();
+    low = _mm512_permutex2var_epi16(a, _mm512_load_si512(order[0]), b);
+    high = _mm512_permutex2var_epi16(a, _mm512_load_si512(order[1]), b);
+}
+
+// Values [keys, D], columns from `from` to `to`, as right tiles [keys / 32][columns / 16]: pairs of consecutive keys.
+// Beyond `count` keys they are zeros.
+inline void pair_values(const bf16* values, long count, long D, long from, long to, bf16* paired) {
+    const __m512i zero = _mm512_setzero_si512();
     for (long c = 0; c < count; c += PAIRED, paired += (to - from) / LANES * TILE)
         for (long i = 0; i < LANES; ++i) {
             const long key = c + 2 * i;
@@ -238,8 +244,10 @@ inline void pair_values(const bf16* values, long count, long D, long from, long 
                 const __m512i a = key < count ? _mm512_loadu_si512(at + d) : zero;
                 const __m512i b = key + 1 < count ? _mm512_loadu_si512(at + D + d) : zero;
                 bf16* tile = paired + (d - from) / LANES * TILE + i * PAIRED;
-                _mm512_store_si512(tile, _mm512_permutex2var_epi16(a, low, b));
-                _mm512_store_si512(tile + TILE, _mm512_permutex2var_epi16(a, high, b));
+                __m512i low, high;
+                pair(a, b, low, high);
+                _mm512_store_si512(tile, low);
+                _mm512_store_si512(tile + TILE, high);
             }
         }
 }
@@ -499,16 +507,12 @@ long draw(const float* z, long V, double uniform, double* logprob) {
 
 // 32 tokens (those beyond `count` are zeros) by 32 columns of x as two right tiles: pairs of consecutive tokens.
 inline void pair_tokens(const bf16* x, long stride, long count, __m512i low[16], __m512i high[16]) {
-    alignas(64) static const uint16_t order[2][32] = {
-        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
-    const __m512i first = _mm512_load_si512(order[0]), second = _mm512_load_si512(order[1]), zero = _mm512_setzero_si512();
+    const __m512i zero = _mm512_setzero_si512();
     for (long i = 0; i < LANES; ++i) {
         const bf16* at = x + 2 * i * stride;
         const __m512i a = 2 * i < count ? _mm512_loadu_si512(at) : zero;
         const __m512i b = 2 * i + 1 < count ? _mm512_loadu_si512(at + stride) : zero;
-        low[i] = _mm512_permutex2var_epi16(a, first, b);
-        high[i] = _mm512_permutex2var_epi16(a, second, b);
+        pair(a, b, low[i], high[i]);
     }
 }
 
