@@ -16,11 +16,12 @@ from gspo.lab.experiments.control import CLIP_FRACTION, CONTROL
 from gspo.lab.experiments.efficiency import EFFICIENCY
 from gspo.lab.experiments.identities import IDENTITIES
 from gspo.lab.experiments.moe import MOE
+from gspo.lab.experiments.moe_regime import MOE_REGIME
 from gspo.lab.experiments.precision import PRECISION
 from gspo.lab.experiments.reuse import REUSE
 
 EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e for e in (IDENTITIES, CLIP_FRACTION, CONTROL, PRECISION, REUSE, MOE, EFFICIENCY, BANDS)
+    e.name: e for e in (IDENTITIES, CLIP_FRACTION, CONTROL, PRECISION, REUSE, MOE, MOE_REGIME, EFFICIENCY, BANDS)
 }
 """In the order in which `--all` runs them."""
 

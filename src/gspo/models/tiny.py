@@ -1,8 +1,8 @@
 """Small models, made in memory from a fixed seed, with a tokenizer that has one token a character.
 
 In: nothing. Out: Hugging Face models and a tokenizer that can be saved and loaded like any other. They know
-nothing: `tiny_dense` and `tiny_moe` are there to try things in a second (recipes, user code, tests), the other two
-are what the built-in models `tiny-dense` and `tiny-moe` were before they were trained. Called by `builtin`.
+nothing: `tiny_dense` and `tiny_moe` are there to try things in a second (recipes, user code, tests), the other three
+are what the built-in models `tiny-dense`, `tiny-moe` and `fine-moe` were before they were trained. Called by `builtin`.
 """
 
 from __future__ import annotations
@@ -102,14 +102,23 @@ def untrained_dense() -> Any:
 
 def untrained_moe() -> Any:
     """A Qwen3-MoE with 4 layers of width 64, 16 experts, 2 of them for each token: 246 thousand parameters."""
+    return _moe(layers=4, experts=16, chosen=2, width=16)
+
+
+def untrained_fine_moe() -> Any:
+    """A Qwen3-MoE with 8 layers of width 64, 32 experts, 4 of them for each token: 497 thousand parameters."""
+    return _moe(layers=8, experts=32, chosen=4, width=8)
+
+
+def _moe(*, layers: int, experts: int, chosen: int, width: int) -> Any:
     shape = _shape(
         tiny_tokenizer(),
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         intermediate_size=128,  # of dense layers, of which there are none
         num_key_value_heads=1,
-        num_experts=16,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=width,
         norm_topk_prob=True,
         initializer_range=_START,
     )

@@ -22,16 +22,21 @@ from gspo.lab.rules import Higher, NotWorse, Reaches, Shrinks
 
 _MOE = "MoE, full precision, lr 3e-4, 61 tokens"
 _MOE_FP8 = "MoE, engine in fp8, lr 1e-4, 61 tokens"
-_R2, _R3 = "GRPO, replay R2", "GRPO, replay R3"
+R2, R3 = "GRPO, replay R2", "GRPO, replay R3"
+
+
+def routed_rows(gspo: str, row: Keys) -> dict[str, Keys]:
+    """GRPO without replay and with both kinds, and GSPO (called `gspo`, with the keys of `row`) without."""
+    return {
+        GRPO: GRPO_ROW | {"algorithm.routing": "off"},
+        R2: GRPO_ROW | {"algorithm.routing": "old"},
+        R3: GRPO_ROW | {"algorithm.routing": "rollout"},
+        gspo: row | {"algorithm.routing": "off"},
+    }
 
 
 def _routed(setting: str, steps: int, keys: Keys, gspo: str, row: Keys) -> tuple[Arm, ...]:
-    rows: dict[str, Keys] = {
-        GRPO: GRPO_ROW | {"algorithm.routing": "off"},
-        _R2: GRPO_ROW | {"algorithm.routing": "old"},
-        _R3: GRPO_ROW | {"algorithm.routing": "rollout"},
-        gspo: row | {"algorithm.routing": "off"},
-    }
+    rows = routed_rows(gspo, row)
     return tuple(arm(setting, name, model="tiny-moe", steps=steps, keys=r | keys) for name, r in rows.items())
 
 
@@ -53,13 +58,13 @@ MOE = Experiment(
             "GRPO on an MoE model learns properly only with Routing Replay.",
             "paper, section 5.3, figure 3",
             WHY_CLOSE,
-            Higher((_MOE, _R2), (_MOE, GRPO), CLOSE),
+            Higher((_MOE, R2), (_MOE, GRPO), CLOSE),
         ),
         Finding(
             "GSPO without replay does as well as GRPO with it.",
             "paper, section 5.3",
             WHY_LEARN,
-            NotWorse((_MOE, GSPO), (_MOE, _R2), CLOSE, GAIN),
+            NotWorse((_MOE, GSPO), (_MOE, R2), CLOSE, GAIN),
         ),
         Finding(
             "About 10 % of the expert sets change from the old policy to the new.",
@@ -71,13 +76,13 @@ MOE = Experiment(
             "With an engine in fp8, replaying its experts narrows the spread of the token log ratio.",
             "paper, section 5.3",
             "by a fifth under every seed: the prototype saw .061 become .048",
-            Shrinks((_MOE_FP8, _R3), (_MOE_FP8, GRPO), "ratio_tokens", 0.8),
+            Shrinks((_MOE_FP8, R3), (_MOE_FP8, GRPO), "ratio_tokens", 0.8),
         ),
         Finding(
             "With an engine in fp8, replaying its experts makes GRPO learn more.",
             "paper, section 5.3",
             WHY_CLOSE,
-            Higher((_MOE_FP8, _R3), (_MOE_FP8, GRPO), CLOSE),
+            Higher((_MOE_FP8, R3), (_MOE_FP8, GRPO), CLOSE),
         ),
     ),
     quick=Protocol(_moe_arms(25), seeds=1),
