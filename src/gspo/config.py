@@ -31,7 +31,7 @@ class Model(Section):
 
     shorthand = "name"
     name: Place = "smollm2-135m-q4"
-    """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m (its Q4_1 GGUF), also called smollm2-135m-q4; tiny-dense, tiny-moe (know some sorting); random-dense, random-moe (know nothing)."""
+    """Folder (also of an adapter, which is then gone on from), GGUF file, hub id (owner/name or owner/name@revision), or a built-in name: smollm2-135m (its Q4_1 GGUF), also called smollm2-135m-q4; tiny-dense, tiny-moe, fine-moe (know some sorting); random-dense, random-moe (know nothing)."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Numbers of forward, backward and engine; masters are float32 or better. auto: bfloat16 where the processor multiplies it natively, else float32."""
     device: str = "auto"

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from gspo import config, settings
 from gspo.engines.local import LocalEngine
@@ -30,6 +31,9 @@ SUCCESS = {
     ("tiny-moe", 5): 0.51,
     ("tiny-moe", 8): 0.32,
     ("tiny-moe", 10): 0.20,
+    ("fine-moe", 5): 0.55,
+    ("fine-moe", 8): 0.35,
+    ("fine-moe", 10): 0.20,
 }
 
 
@@ -61,7 +65,8 @@ def test_the_recipe_starts_from_the_same_model_untrained(name: str) -> None:
     assert type(trained.model) is type(start.model)
     ours, theirs = (policy.model.config.to_dict() for policy in (trained, start))
     assert {key for key in ours if ours[key] != theirs.get(key)} <= {"architectures", "dtype", "_name_or_path"}
-    assert sum(4 * p.numel() for p in trained.model.parameters()) < 1_000_000
+    shipped = load_file(builtin._WEIGHTS / name / "model.safetensors")
+    assert sum(weight.nbytes for weight in shipped.values()) < 1_000_000
 
 
 @pytest.mark.parametrize("name", SHIPPED)
