@@ -34,6 +34,16 @@ def test_an_interval_can_be_read_whatever_its_signs(low: float | None, high: flo
     )
 
 
+def test_the_bars_of_a_run_that_is_gone_on_with_begin_where_it_began() -> None:
+    stream = io.StringIO()
+    console = Console(8, stream)
+    console.go_on_from([{**STEP, "reward/mean": reward, "verdict/kind": "truncated"} for reward in (0.0, None, 0.7)])
+    console.step({**STEP, "reward/mean": 0.35, "verdict": "cut", "verdict/kind": "truncated"})
+    said = stream.getvalue()
+    assert "reward 0.350 ▁█▅" in said
+    assert "cut\n" not in said, "it was said when it began"
+
+
 def test_nothing_has_no_sign() -> None:
     said = line(**{"value/mean": 0.3, "value/explained_variance": -0.001})
     assert "critic explains 0%" in said

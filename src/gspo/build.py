@@ -94,6 +94,7 @@ def _joined(run: Run, inputs: Inputs, place: Place, opened: ExitStack) -> Job:
     checkpoints.settle(progress)
     journal = Journal(folder, run.sampling.max_new_tokens, after=place.kept)
     console.say_aside(journal.aside)
+    console.go_on_from(journal.before)
     return Job(
         run=run,
         folder=folder,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,6 +87,12 @@ class Console:
         if said != self._said and said[0] != "learning":  # a state is said when it begins, not at each step of it
             self.say(f"    {m['verdict']}")
         self._said = said
+
+    def go_on_from(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Have the journal's lines of the steps before, of a run that is gone on with, in the bars."""
+        self._rewards = [m["reward/mean"] for m in lines if m["reward/mean"] is not None]
+        if lines:
+            self._said = (lines[-1]["verdict/kind"], lines[-1]["verdict/warning"])
 
     def crash(self, text: str) -> None:
         """The first failure of a reward function; the others are in rollouts/."""

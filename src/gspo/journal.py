@@ -84,8 +84,9 @@ class Journal:
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
         self._max_new_tokens = max_new_tokens
-        lines = self._lines.read()
-        self._without_signal = lines[-1]["groups/steps_without_signal"] if lines else 0
+        self.before = self._lines.read()
+        """Lines of the steps before, of a run that is gone on with."""
+        self._without_signal = self.before[-1]["groups/steps_without_signal"] if self.before else 0
 
     def record(self, outcome: StepOutcome, watch: Callable[[Metrics], Metrics] | None = None) -> Metrics:
         """Write the step's line and its rollouts, and give back the line. Raises RunError if the disk refuses.

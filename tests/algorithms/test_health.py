@@ -89,7 +89,7 @@ LONG_SILENT = {**SILENT, "groups/unjudged": 0, "groups/steps_without_signal": 3}
             {"weights/changed": 0.0, "grad_norm": 0.0, "learning_rate": 1e-9},
             "unmoved",
             True,
-            ["no trainable weight changed", "1.0e-09"],
+            ["changed no trainable weight", "1.0e-09"],
         ),
         ({"weights/changed": 0.0, "updates/done": 0, **SILENT}, "no_signal", False, ["0 of 8"]),
         (
@@ -154,5 +154,5 @@ def test_a_loss_of_zero_has_three_causes_and_three_sentences() -> None:
     silent = verdict({**HEALTHY, **SILENT, "loss": None, "grad_norm": None, "weights/changed": 0.0})
     assert [said.kind for said in (on_policy, dead, silent)] == ["learning", "unmoved", "no_signal"]
     assert "the loss is 0 on policy" in on_policy.text
-    assert "no trainable weight changed" in dead.text
+    assert "changed no trainable weight" in dead.text
     assert "no signal" in silent.text

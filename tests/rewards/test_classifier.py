@@ -100,6 +100,28 @@ def test_a_template_that_fails_on_every_answer_is_refused_at_the_start(folder: P
         pass
 
 
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.text }}{% endfor %}",
+            "question out, or a part of it: of 'say a digit'",
+        ),
+        ("{{ messages[-1].content }}", "question"),
+        ("{{ messages[0].content }}", "answer"),
+    ],
+)
+def test_a_template_of_its_own_that_leaves_out_what_is_to_be_judged_is_refused(
+    template: str, what: str, folder: Path
+) -> None:
+    retold(folder, template)
+    with (
+        pytest.raises(InputError, match=rf"row 0.*leaves the {what}"),
+        judging.scorer([f"reward_model:{folder}"], [ROW]),
+    ):
+        pass
+
+
 def test_an_answer_that_the_template_refuses_has_failed_alone(folder: Path) -> None:
     own = alone(folder, "7")
     retold(folder, "{% if messages[-1].content == 'no' %}{{ raise_exception('not no') }}{% endif %}" + TEMPLATE)

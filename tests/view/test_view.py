@@ -84,6 +84,8 @@ def test_show_prints_a_group_side_by_side(run: Path, capsys: pytest.CaptureFixtu
     assert "evaluation after step 3" in said(capsys, "show", str(run), "--eval")
     assert "there are those of 1, 2, 3" in said(capsys, "show", str(run), "--step", "9", code=2)
     assert "no run here" in said(capsys, "show", str(run.parent), code=2)
+    checkpoint = next((run / "checkpoints").iterdir())
+    assert f"a checkpoint, not a run: give the run, {run}" in said(capsys, "show", str(checkpoint), code=2)
 
 
 def test_rescoring_with_the_same_reward_finds_the_same(

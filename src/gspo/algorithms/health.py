@@ -144,7 +144,7 @@ def _truncated(m: Mapping[str, Any]) -> Verdict | None:
     return Verdict(
         "truncated",
         f"{m['truncated/share']:.0%} of the answers were cut, most of them at {limit}{length}, and cannot show what they would have reached: "
-        f"raise {limit}",
+        f"raise {limit}, unless shorter answers are what the policy is to learn",
         warning=True,
     )
 
@@ -162,12 +162,16 @@ def _with_signal(m: Mapping[str, Any]) -> str:
     return f"{m['rollouts/judged']} of {m['rollouts/total']} answers were judged{said}"
 
 
+def _updates(m: Mapping[str, Any]) -> str:
+    return f"{m['updates/done']} update{'s' * (m['updates/done'] != 1)}"
+
+
 def _unmoved(m: Mapping[str, Any]) -> Verdict | None:
     if m.get("weights/changed", 1.0) or not m["updates/done"]:
         return None
     return Verdict(
         "unmoved",
-        f"{m['updates/done']} updates were made and no trainable weight changed: either no gradient reaches the trainable weights "
+        f"{_updates(m)} changed no trainable weight: either no gradient reaches the trainable weights "
         f"(gradient norm {m.get('grad_norm') or 0.0:.2g}), or the learning rate, {m.get('learning_rate') or 0.0:.1e}, is too small for their precision",
         warning=True,
     )
@@ -230,7 +234,7 @@ def _stale(m: Mapping[str, Any]) -> Verdict | None:
 def _learning(m: Mapping[str, Any]) -> Verdict:
     why = _why_silent(m)
     text = _with_signal(m) + (f" ({why})" if why and not _by_critic(m) else "")
-    text += f"; weights moved by {m['weights/relative']:.1e} in {m['updates/done']} updates"
+    text += f"; weights moved by {m['weights/relative']:.1e} in {_updates(m)}"
     loss, gradient = m.get("loss"), m.get("grad_norm")
     if loss is not None and gradient and abs(loss) < NOTHING:
         text += (

@@ -19,7 +19,9 @@ from gspo.errors import InputError
 from gspo.hub import out_of_reach
 from gspo.rewards.call import Item
 from gspo.rewards.runner import Outcome
-from gspo.tasks.pairs import judged_ids
+from gspo.tasks.pairs import judged_ids, judged_text
+from gspo.tasks.render import as_messages
+from gspo.tasks.template import leaves_out
 from gspo.types import Status
 
 if TYPE_CHECKING:
@@ -63,8 +65,15 @@ class RewardModel:
         ]
 
     def require_shown(self, prompt: Any) -> None:
-        """Raise InputError if the chat template refuses an answer to a prompt, whatever it says."""
-        judged_ids(self.tokenizer, prompt, "yes", self.system)
+        """Raise InputError if the chat template refuses an answer to a prompt, or leaves out what was asked or said."""
+        answer = "an answer"
+        text = judged_text(self.tokenizer, prompt, answer, self.system)
+        for what, content in (("question", as_messages(prompt)[-1]["content"]), ("answer", answer)):
+            if leaves_out(content, text):
+                raise InputError(
+                    f"the chat template of {self.name} leaves the {what} out, or a part of it: of {str(content)[:40]!r} it makes "
+                    f"…{text[-80:]!r}. Give its tokenizer the template that it was trained with"
+                )
 
     def _ids(self, item: Item, index: int, faults: dict[int, str]) -> list[int]:
         try:

@@ -126,8 +126,11 @@ class Stage(Parts, ABC):
     _seconds: dict[str, float] = field(default_factory=dict)
     _saved: int | None = None
     _start: Metrics = field(default_factory=dict)
-    _losses: list[float] = field(default_factory=list)
+    _losses: list[float] = field(init=False)
     _paces: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._losses = [line["loss"] for line in self.lines.read()]
 
     # -------------------------------------------------------------------------- of each kind its own
 

@@ -55,14 +55,15 @@ def judged_ids(
 
     Raises InputError if the template refuses them.
     """
-    text = _judged(tokenizer, prompt, answer, system)
+    text = judged_text(tokenizer, prompt, answer, system)
     # A template writes the special tokens itself.
     return list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None, verbose=False)["input_ids"])
 
 
-def _judged(
+def judged_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], answer: str | list[Message], system: str | None
 ) -> str:
+    """The text of `judged_ids`. Raises InputError if the template refuses it."""
     messages = as_messages(prompt)
     if system:
         messages = [{"role": "system", "content": system}, *messages]
@@ -221,5 +222,5 @@ def _written(
     """An answer's last turn, and the whole text that it stands in."""
     row = rows.rows[index]
     answer = row[column]
-    text = _judged(tokenizer, row[data.prompt], answer, data.system)
+    text = judged_text(tokenizer, row[data.prompt], answer, data.system)
     return (answer if isinstance(answer, str) else answer[-1]["content"]), text

@@ -69,6 +69,9 @@ _FIELDS = tuple(field.name for field in fields(Answer))
 def require_run(folder: Path) -> None:
     """Raise InputError if there is no run in `folder`."""
     if not (folder / "run.yaml").is_file():
+        run = folder.resolve().parent.parent
+        if folder.resolve().name.isdigit() and (run / "run.yaml").is_file():
+            raise InputError(f"{folder}: a checkpoint, not a run: give the run, {run}")
         raise InputError(f"{folder}: no run here (there is no run.yaml). Give the folder of a run, as in runs/demo")
 
 
