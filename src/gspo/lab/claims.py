@@ -44,7 +44,7 @@ def _section(s: Summary) -> str:
     failed = "\n\nFailed arms:\n\n" + "\n".join(f"- {text}" for text in s.failed) if s.failed else ""
     head = "| setting | arm | seeds | start | final | area | tokens clipped | collapsed |\n|---|---|---|---|---|---|---|---|"
     rows = "\n".join(_row(arm) for arm in s.arms)
-    measured = f"gspo {', '.join(s.versions)}, ended {s.ended}; {s.seconds / 60:.0f} minutes of processes with one thread each."
+    measured = f"gspo {', '.join(s.versions)}, ended {s.ended}; {s.seconds / 60:.1f} minutes of processes with one thread each."
     commands = "\n".join(arm.command for arm in s.arms)
     return (
         f"## {s.name}\n\n{s.title}. {s.about}\n\n`{s.command}`. {measured}\n\n{rules}\n\n{head}\n{rows}{failed}\n\n"
