@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PhimoeConfig
 
 import gspo
 from experts import MODES, ROW, Recorder, learner_of, moe, sampled
-from gspo import PRESETS, InputError, RunError, settings
+from gspo import PRESETS, InputError, RunError, config, settings
 from gspo.batch import Batch, make_batches
 from gspo.build import build
 from gspo.models.load import Policy
@@ -112,6 +112,22 @@ def test_recomputed_activations_give_the_same_gradient(mode: str) -> None:
     saving, _, _ = second_update(groups, mode, gradient_checkpointing=True)
     assert equal(saving, plain)
     assert not equal(saving, second_update(groups, "off")[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_adapter_trains_with_the_same_experts_however_it_is_cut(mode: str) -> None:
+    """The engine samples with merged weights, and its experts are replayed in the adapted model."""
+    lora = config.Lora(rank=4, targets=("all-linear",))
+    groups = sampled(moe(), noise=1.0)
+    whole, _, stats = second_update(groups, mode, lora=lora)
+    parts, batch, again = second_update(groups, mode, 35, lora=lora)
+    assert len(batch.plan) > 1
+    assert all("lora_" in name for name in whole)
+    assert equal(parts, whole, rtol=1e-5, atol=1e-7)
+    expected = stats.routes.replayed.by_layer
+    assert again.routes.replayed.by_layer == (expected and pytest.approx(expected))
+    if mode != "off":
+        assert not equal(whole, second_update(groups, "off", lora=lora)[0], rtol=1e-2)
 
 
 def test_other_micro_batches_after_memory_ran_out_keep_the_old_experts() -> None:
