@@ -332,7 +332,9 @@ def test_grpo_replays_by_default_and_gspo_does_not(tmp_path: Path) -> None:
         assert all(line["routing/changed_rollout_old"] == 0 for line in lines), "float32, one model object"
         if mode == "old":
             hits = [line["routing/replay_hits"] for line in lines]
-            assert hits == pytest.approx([1 - line["routing/changed_old_new"] for line in lines]), "missed: what changed"
+            assert hits == pytest.approx([1 - line["routing/changed_old_new"] for line in lines]), (
+                "missed: what changed"
+            )
 
 
 @pytest.mark.parametrize("mode", ["old", "rollout"])
