@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, PhimoeConfig
 
 import gspo
 from experts import MODES, ROW, Recorder, learner_of, moe, sampled
-from gspo import PRESETS, InputError, RunError, settings
+from gspo import PRESETS, InputError, RunError, config, settings
 from gspo.batch import Batch, make_batches
 from gspo.build import build
+from gspo.critic_config import Critic
 from gspo.models.load import Policy
 from gspo.models.tiny import tiny_moe
+from gspo.models.values import ValueHead
 from gspo.objectives import policy_objective
 from gspo.stats import UpdateStats
 from gspo.types import Group, Prompt, Reward, Rollout, Segment, Stop
@@ -112,6 +114,42 @@ def test_recomputed_activations_give_the_same_gradient(mode: str) -> None:
     saving, _, _ = second_update(groups, mode, gradient_checkpointing=True)
     assert equal(saving, plain)
     assert not equal(saving, second_update(groups, "off")[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_adapter_trains_with_the_same_experts_however_it_is_cut(mode: str) -> None:
+    """The engine samples with merged weights, and its experts are replayed in the adapted model."""
+    lora = config.Lora(rank=4, targets=("all-linear",))
+    groups = sampled(moe(), noise=1.0)
+    whole, _, stats = second_update(groups, mode, lora=lora)
+    parts, batch, again = second_update(groups, mode, 35, lora=lora)
+    assert len(batch.plan) > 1
+    assert all("lora_" in name for name in whole)
+    assert equal(parts, whole, rtol=1e-5, atol=1e-7)
+    expected = stats.routes.replayed.by_layer
+    assert again.routes.replayed.by_layer == (expected and pytest.approx(expected))
+    if mode != "off":
+        assert not equal(whole, second_update(groups, "off", lora=lora)[0], rtol=1e-2)
+
+
+def test_a_critic_on_the_layers_reads_what_the_replayed_experts_made() -> None:
+    """Its values before the step, and at the updates: cut anywhere, with experts of an engine of its own mind."""
+    groups, found = sampled(moe(), noise=1.0), {}
+    for mode, budget in (("rollout", 10_000), ("rollout", 35), ("off", 10_000)):
+        policy = moe()
+        head = ValueHead(policy.model.config.hidden_size, dtype=torch.float64, device=torch.device("cpu"))
+        torch.nn.init.ones_(head.weight)
+        row = PRESETS["ppo"].model_copy(update={"updates_per_step": 1})
+        learner = learner_of(policy, mode, row, critic=Critic(), value_head=head)
+        (batch,) = learner.annotate(make_batches(groups, learner.row, budget))
+        learner.update(batch, policy_objective(learner.row))
+        assert batch.value_N is not None
+        found[mode, budget] = batch.value_N, learner.gradients
+    (whole_N, whole), (parts_N, parts), (off_N, off) = found.values()
+    torch.testing.assert_close(parts_N, whole_N, rtol=1e-5, atol=1e-7)
+    assert equal(parts, whole, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(off_N, whole_N, rtol=1e-2)
+    assert not equal(off, whole, rtol=1e-2)
 
 
 def test_other_micro_batches_after_memory_ran_out_keep_the_old_experts() -> None:
@@ -314,6 +352,11 @@ def test_grpo_replays_by_default_and_gspo_does_not(tmp_path: Path) -> None:
         assert all((line["routing/replay_hits"] is None) == (mode == "off") for line in lines)
         assert all((line["routing/replayed_tokens"] == 0) == (mode == "off") for line in lines)
         assert all(line["routing/changed_rollout_old"] == 0 for line in lines), "float32, one model object"
+        if mode == "old":
+            hits = [line["routing/replay_hits"] for line in lines]
+            assert hits == pytest.approx([1 - line["routing/changed_old_new"] for line in lines]), (
+                "missed: what changed"
+            )
 
 
 @pytest.mark.parametrize("mode", ["old", "rollout"])

@@ -148,7 +148,16 @@ def test_the_choice_of_the_old_policy_is_said(
     ("calls", "keys"),
     [
         (90, {"model.dtype": "bfloat16"}),
-        (106, {"engine.weights": "fp8", "algorithm.epochs": 2, "algorithm.anchor": "rollout", "model": "random-moe"}),
+        (
+            106,
+            {
+                "engine.weights": "fp8",
+                "algorithm.epochs": 2,
+                "algorithm.anchor": "rollout",
+                "algorithm.routing": "rollout",
+                "model": "random-moe",
+            },
+        ),
     ],
     ids=["bfloat16", "moe-fp8-rollout-epochs"],
 )

@@ -18,6 +18,7 @@ def advice(run: Run, inputs: Inputs) -> list[str]:
         *_repeats_advice(run, inputs),
         *_sampling_advice(run),
         *_staleness_advice(run),
+        *_replay_advice(run),
         *_evaluation_advice(run, inputs),
         *_guard_advice(run, inputs),
     ]
@@ -52,6 +53,18 @@ def _staleness_advice(run: Run) -> list[str]:
         else "nothing weighs the lag; algorithm.correction does, or algorithm.anchor=rollout takes it into the ratio"
     )
     return [said + f"anchor=old: the ratio is to the policy before the step, recomputed by the trainer, and {weighed}."]
+
+
+def _replay_advice(run: Run) -> list[str]:
+    """That the old policy's experts, which were asked for, are never replayed. A row that replays by default says nothing of it."""
+    row = run.algorithm
+    asked = row.routing == "old" and (row.name not in presets.PRESETS or presets.PRESETS[row.name].routing != "old")
+    if not asked or row.updates_per_step * row.epochs > 1:
+        return []
+    return [
+        "algorithm.routing=old replays nothing with one update a step, whose own forward is the old policy: "
+        "algorithm.routing=rollout replays the engine's experts, algorithm.updates_per_step or algorithm.epochs of 2 and more give updates to replay in."
+    ]
 
 
 def _repeats_advice(run: Run, inputs: Inputs) -> list[str]:

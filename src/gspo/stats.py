@@ -67,7 +67,7 @@ class RouteChanges:
     """Choices of experts compared, each router's own: also where others are replayed."""
 
     rollout_old: Changes = Changes()
-    """The engine's with those of the trainer's passes under the same weights."""
+    """The engine's with those of the policy before the step: the same weights, unless answers are stale (`max_staleness`)."""
     old_new: Changes = Changes()
     """Those of the policy before the step with those at the update."""
     replayed: Changes = Changes()

@@ -19,7 +19,7 @@ import gspo
 from gspo import cli
 from gspo.view.files import Answer, groups_in, record_file, shared_beginning, steps_recorded
 from gspo.view.report import _group as report_group
-from gspo.view.report import _verdicts, page
+from gspo.view.report import _layers, _verdicts, page
 from gspo.view.show import _group as show_group
 
 KEYS: dict[str, Any] = dict(
@@ -137,9 +137,30 @@ def test_the_report_of_experts_shows_how_many_changed(tmp_path: Path) -> None:
         "eval": {"every": 0},
         "reward": lambda completion: len(completion),
     }
-    html = (gspo.train("tiny", dir=tmp_path / "run", **keys).folder / "report.html").read_text()
-    assert "experts changed" in re.findall(r'class="title">([^<]+)<', html)
-    assert "engine to trainer" in html
+    for name, hits in (("grpo", True), ("gspo", False)):
+        found = (gspo.train("tiny", dir=tmp_path / name, algorithm=name, **keys).folder / "report.html").read_text()
+        titles = set(re.findall(r'class="title">([^<]+)<', found))
+        assert {
+            "experts changed",
+            "experts changed, mean of the steps",
+            "spread of the log ratio to the old policy",
+        } <= titles
+        assert ("replayed experts that routers would still choose" in titles) == hits
+        assert "engine to trainer" in found
+        assert "layer with experts" in found
+
+
+def test_the_change_of_experts_by_layer_is_the_mean_of_the_steps() -> None:
+    """A step without a comparison is none of them, and a dense model has no such chart."""
+    rollout_old, old_new = (f"routing/changed_{which}_layers" for which in ("rollout_old", "old_new"))
+    few, many = ({rollout_old: None, old_new: [low, 0.0, 0.6]} for low in (0.1, 0.3))
+    (drawn,) = _layers([few, many, {rollout_old: None, old_new: None}])
+    (same,) = _layers([{old_new: [0.2, 0.0, 0.6]}])
+    assert drawn == same
+    assert "by the updates" in drawn
+    assert "engine to trainer" not in drawn
+    assert _layers([{rollout_old: None, old_new: None}, {}]) == []
+    assert _layers([{old_new: [0.2]}]) == []
 
 
 def test_what_a_model_wrote_is_no_markup(run: Path) -> None:

@@ -46,11 +46,21 @@ _CHARTS: tuple[tuple[str, dict[str, str], bool], ...] = (
         {"routing/changed_rollout_old": "engine to trainer", "routing/changed_old_new": "by the updates"},
         False,
     ),
+    ("replayed experts that routers would still choose", {"routing/replay_hits": "hits"}, False),
+    (
+        "spread of the log ratio to the old policy",
+        {"ratio/std_tokens": "of tokens", "ratio/std_rows": "of answers"},
+        True,
+    ),
     ("gradient norm", {"grad_norm": "mean of the updates"}, True),
     ("KL to the start, nats a token", {"kl/mean": "KL term", "eval/kl_start": "at evaluations"}, False),
     ("answers that go round in a loop", {"repetition/share": "in a loop"}, False),
 )
 """Title, journal keys with their names, whether upwards is logarithmic. A chart without a number is left out."""
+_LAYERS = {
+    "routing/changed_rollout_old_layers": "engine to trainer",
+    "routing/changed_old_new_layers": "by the updates",
+}
 
 
 def write_report(folder: Path) -> Path:
@@ -109,7 +119,20 @@ def _charts(lines: Sequence[Metrics]) -> list[str]:
         if any(v is not None for s in series for v in s.middle):
             names = legend(list(keys.values())) if len(series) > 1 else ""
             drawn.append(f"<div>{chart(title, 'step', series, log=log)}{names}</div>")
-    return drawn
+    return [*drawn, *_layers(lines)]
+
+
+def _layers(lines: Sequence[Metrics]) -> list[str]:
+    """The share of changed experts in each layer, the mean of the steps; nothing of a model with fewer than two such layers."""
+    series = []
+    for key, name in _LAYERS.items():
+        if shares := [line[key] for line in lines if line.get(key) is not None]:
+            middle = [sum(layer) / len(shares) for layer in zip(*shares, strict=True)]
+            series.append(Series(name, range(1, len(middle) + 1), middle, middle, middle))
+    if not series or len(series[0].x) < 2:
+        return []
+    drawn = chart("experts changed, mean of the steps", "layer with experts", series)
+    return [f"<div>{drawn}{legend([s.name for s in series])}</div>"]
 
 
 def _series(name: str, key: str, lines: Sequence[Metrics]) -> Series:
