@@ -297,6 +297,11 @@ class Run(Section):
             )
         _require_split(self.data.source, self.data.split, "data", "train")
         _require_split(self.eval.source or self.data.source, self.eval.split, "eval", "test")
+        if row.sizes_band and self.max_staleness:
+            raise ValueError(
+                f"algorithm.clip_low=auto with max_staleness={self.max_staleness}: the distance that it sizes the band from would be that of the stale "
+                "policy, and a band as wide as the lag holds nothing (docs/claims.md, bands): give clip_low and clip_high numbers, as 0.02 and 0.027"
+            )
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience has no effect with eval.every=0, which evaluates nothing")
         if row.updates_per_step > self.prompts_per_step:

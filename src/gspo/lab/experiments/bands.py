@@ -6,7 +6,6 @@ from gspo.lab.experiment import Arm, Experiment, Finding, Protocol
 from gspo.lab.experiments.pinned import (
     APART,
     CLOSE,
-    FAST,
     GAIN,
     GSPO,
     GSPO_ROW,
@@ -22,7 +21,6 @@ from gspo.lab.rules import Higher, NotWorse
 _AUTO = "GSPO, auto"
 _FP8 = "fresh seeds: engine in fp8, lr 1e-4, 86 tokens"
 _SAME = "fresh seeds: full precision, lr 1e-4, 61 tokens"
-_STALE = "fresh seeds: answers 4 steps old, lr 3e-4, 61 tokens"
 
 
 def _arms(setting: str, keys: Keys, *, steps: int, letters: int = 8) -> tuple[Arm, ...]:
@@ -41,7 +39,8 @@ BANDS = Experiment(
     title="A clip band sized from the mismatch of each step",
     about="`clip_low=auto` widens GSPO's band to twice what nine tenths of a step's answers stay within before any update, and never narrows "
     "it below the paper's. Its rule was written before these runs, and its seeds are used by no other experiment. "
-    "The ratio's denominator is the engine's log-probability in all arms.",
+    "The ratio's denominator is the engine's log-probability in all arms. With answers four steps old, whose distance is the lag's and not the engine's, it "
+    "collapsed under three of three seeds (0.043, against 0.503 with .02/.027), and `max_staleness` beside it is refused since.",
     findings=(
         Finding(
             "With an engine in fp8, a band sized from the mismatch does as well as .02/.027, which was chosen by hand.",
@@ -62,18 +61,7 @@ BANDS = Experiment(
             NotWorse((_SAME, _AUTO), (_SAME, GSPO), CLOSE, GAIN),
             full_only=True,
         ),
-        Finding(
-            "On answers four steps old, it does as well as .02/.027.",
-            "lab",
-            WHY_LEARN,
-            NotWorse((_STALE, _AUTO), (_STALE, SIZED), CLOSE, GAIN),
-            full_only=True,
-        ),
     ),
     quick=Protocol(_FP8_ARMS, seeds=1, first=100),
-    full=Protocol(
-        (*_FP8_ARMS, *_arms(_SAME, {}, steps=50), *_arms(_STALE, FAST | {"max_staleness": 4}, steps=60)),
-        seeds=3,
-        first=100,
-    ),
+    full=Protocol((*_FP8_ARMS, *_arms(_SAME, {}, steps=50)), seeds=3, first=100),
 )
