@@ -300,7 +300,7 @@ class Run(Section):
         if row.sizes_band and self.max_staleness:
             raise ValueError(
                 f"algorithm.clip_low=auto with max_staleness={self.max_staleness}: the distance that it sizes the band from would be that of the stale "
-                "policy, and a band as wide as the lag holds nothing (docs/claims.md, bands): give clip_low and clip_high numbers, as 0.02 and 0.027"
+                "policy, and a band as wide as the lag holds nothing (docs/claims.md, bands): give algorithm.clip_low and algorithm.clip_high numbers, as 0.02 and 0.027, or set max_staleness=0"
             )
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience has no effect with eval.every=0, which evaluates nothing")

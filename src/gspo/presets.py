@@ -51,7 +51,7 @@ class Algorithm(BaseModel):
     """Baseline and scale of the reward."""
 
     clip_low: Edge = None
-    """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo). auto: both edges from each step's distance between engine and trainer, with anchor=rollout and a clipped sequence ratio."""
+    """Lower edge of the gate, as a distance from 1 (gates clip, cispo, minirl), in log-ratio (gmpo) or in probability (dppo). auto: both edges from each step's distance between engine and trainer, with anchor=rollout, a clipped sequence ratio and max_staleness=0."""
     clip_high: Edge = None
     """Upper edge of the gate, in the units of `clip_low`; auto with it."""
     weight_cap: float | None = Field(default=None, gt=0)

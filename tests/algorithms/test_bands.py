@@ -110,5 +110,7 @@ def test_a_run_sizes_its_band_at_each_step(tmp_path: Path) -> None:
 
 def test_a_band_as_wide_as_a_lag_is_refused() -> None:
     words = [f"algorithm.{key}={value}" for key, value in AUTO.items()]
-    with pytest.raises(gspo.InputError, match=r"max_staleness=1: .* give clip_low and clip_high numbers"):
+    with pytest.raises(
+        gspo.InputError, match=r"max_staleness=1: .* give algorithm.clip_low and algorithm.clip_high numbers"
+    ):
         settings.load(None, [*words, "max_staleness=1"])

@@ -23,7 +23,8 @@ def sized(row: Algorithm, log_ratio_S: Tensor) -> Algorithm:
     With w = 2 q, q the 0.9-quantile of |log s| over the step's answers, s the sequence ratio trainer / engine before any
     update (arXiv 2507.18071 eq. 7): low = max(3e-4, w) and high = max(4e-4, 4 w / 3), which keeps the paper's ratio of
     the two. A quantile, for one strange answer not to open the band, and not a higher one, for a step of 16 answers has
-    none. The rule is ours; no paper has it.
+    none. The rule is ours; no paper has it. Of stale answers the distance is the lag's, and such a band held nothing (lab,
+    `bands`): `config` refuses it with `max_staleness`.
 
     Args:
         log_ratio_S: mean over each answer's tokens of log-probability trainer minus engine, [S].
