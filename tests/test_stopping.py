@@ -28,8 +28,8 @@ def in_terminal(words: list[str], *, ignoring: bool = False) -> tuple[subprocess
 
     def take() -> None:
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-        if ignoring:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Said either way: these tests may themselves be run under nohup.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignoring else signal.SIG_DFL)
 
     process = subprocess.Popen(
         [sys.executable, "-m", "gspo.cli", *words],
@@ -81,7 +81,7 @@ def test_a_run_that_is_to_outlive_its_terminal_does(tmp_path: Path) -> None:
         os.close(window)
         await_step(folder, process, lambda steps: steps >= before + 3)
         process.terminate()
-        process.wait(60)
+        assert process.wait(60) == 128 + signal.SIGTERM, "its last words, to nobody, are no failure"
     finally:
         process.kill()
     assert list((folder / "checkpoints").glob("[0-9]*"))

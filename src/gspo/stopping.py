@@ -44,15 +44,15 @@ class Stop:
 
         if threading.current_thread() is threading.main_thread():  # elsewhere the caller owns the signals
             before |= {each: signal.signal(each, stop) for each in _AT_ONCE}
-            if (
-                signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-            ):  # as under nohup, which is to outlive its terminal
+            # Ignored as under nohup: the run is to outlive its terminal.
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+            _silence(terminals)  # of a run that has outlived its own, the last words are still to come
 
 
 def _silence(outputs: Sequence[int]) -> None:
